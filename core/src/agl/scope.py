@@ -1,0 +1,127 @@
+"""Who is calling: the current rollout, agent and call, carried by context variables.
+
+Context variables follow ``asyncio`` tasks and ``asyncio.to_thread``; they do not follow threads that a program
+starts itself. Wrap such a function with `wrap` before handing it to the thread.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from agl.records import Step, StepKind
+from agl.selection import Selection
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class CallInfo:
+    """Labels that the next model call carries on the wire."""
+
+    call_id: str | None = None
+    agent: str | None = None
+    parent: str | None = None
+
+
+@dataclass(slots=True)
+class RolloutScope:
+    """The rollout that the current context works for. Adapters put their steps into it."""
+
+    rollout: str
+    attempt: int
+    selection: Selection
+    steps: list[Step] = field(default_factory=list[Step])
+
+    def emit(
+        self,
+        kind: StepKind,
+        call_id: str,
+        *,
+        agent: str | None = None,
+        parent: str | None = None,
+        name: str | None = None,
+        **data: Any,
+    ) -> None:
+        """Report what a framework's callback told. Never blocks; `list.append` is thread-safe."""
+        self.steps.append(
+            Step(
+                id=uuid.uuid4().hex,
+                kind=kind,
+                call_id=call_id,
+                agent=agent,
+                parent=parent,
+                name=name,
+                data=data,
+                time=time.time(),
+            )
+        )
+
+
+_rollout: contextvars.ContextVar[RolloutScope | None] = contextvars.ContextVar("agl_rollout", default=None)
+_agent: contextvars.ContextVar[str | None] = contextvars.ContextVar("agl_agent", default=None)
+_call: contextvars.ContextVar[CallInfo | None] = contextvars.ContextVar("agl_call", default=None)
+
+
+def current_rollout() -> RolloutScope | None:
+    """The rollout this context works for, or None outside of one."""
+    return _rollout.get()
+
+
+@contextmanager
+def rollout(scope: RolloutScope) -> Iterator[RolloutScope]:
+    """Work for this rollout inside the block."""
+    token = _rollout.set(scope)
+    try:
+        yield scope
+    finally:
+        _rollout.reset(token)
+
+
+@contextmanager
+def agent(name: str) -> Iterator[None]:
+    """Name the agent of the model calls made inside the block (for programs without an adapter)."""
+    token = _agent.set(name)
+    try:
+        yield
+    finally:
+        _agent.reset(token)
+
+
+def set_call(info: CallInfo | None) -> None:
+    """Label the model calls that this context makes from now on; None removes the label."""
+    _call.set(info)
+
+
+def clear_call(call_id: str) -> None:
+    """Remove the label if it is still this call's: a later call must not inherit it."""
+    info = _call.get()
+    if info is not None and info.call_id == call_id:
+        _call.set(None)
+
+
+def current_call() -> CallInfo | None:
+    """The label an adapter set, else the agent named by `agent`, else None."""
+    info = _call.get()
+    if info is not None:
+        return info
+    name = _agent.get()
+    return CallInfo(agent=name) if name is not None else None
+
+
+def wrap(function: Callable[P, R]) -> Callable[P, R]:
+    """Carry the current scope into a thread that the program starts itself."""
+    context = contextvars.copy_context()
+
+    @functools.wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        return context.copy().run(function, *args, **kwargs)
+
+    return inside
