@@ -53,7 +53,7 @@ def agl_register_runners(register: Register) -> None:
 
 @hookspec
 def agl_instrument() -> Callable[[], None] | None:
-    """Start reporting a framework's steps to `agl.scope`; return how to stop. Called once in each process that runs agents."""
+    """Report a framework's steps to `agl.scope` from now on; return how to stop. Called once in a process that runs agents."""
 
 
 @hookspec(firstresult=True)
@@ -70,8 +70,10 @@ def agl_build_transitions(rollout: Rollout) -> Sequence[Transition] | None:
 
 
 @hookspec
-def agl_compute_reward(rollout: Rollout) -> Mapping[str, float] | Awaitable[Mapping[str, float] | None] | None:
-    """Score a finished rollout outside the agent's reach; named parts of all plugins are summed by name. May be awaitable."""
+def agl_compute_reward(
+    rollout: Rollout,
+) -> Mapping[str, float] | Awaitable[Mapping[str, float] | None] | None:
+    """Score a finished rollout outside the agent's reach; parts are summed by name. May be awaitable."""
 
 
 @hookspec
@@ -81,7 +83,7 @@ def agl_signal_reward(step: Step) -> float | None:
 
 @hookspec(firstresult=True)
 def agl_assign_credit(rollout: Rollout, transitions: Sequence[Transition]) -> Sequence[float] | None:
-    """Spread the reward over the transitions, one number each. Stops at the first result; the default gives each all of it."""
+    """Spread the reward over the transitions, one number each. First result; the default gives each all of it."""
 
 
 # ------------------------------------------------------------------------------------------------------ trainer

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agl.records import Call, Lease, Outcome, Reward, Rollout, Step
+from agl.records import Call, Outcome, Reward, Rollout, Step
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import contextvars
 import functools
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -76,7 +76,7 @@ def current_rollout() -> RolloutScope | None:
 
 
 @contextmanager
-def rollout(scope: RolloutScope) -> Iterator[RolloutScope]:
+def rollout(scope: RolloutScope) -> Generator[RolloutScope]:
     """Work for this rollout inside the block."""
     token = _rollout.set(scope)
     try:
@@ -86,7 +86,7 @@ def rollout(scope: RolloutScope) -> Iterator[RolloutScope]:
 
 
 @contextmanager
-def agent(name: str) -> Iterator[None]:
+def agent(name: str) -> Generator[None]:
     """Name the agent of the model calls made inside the block (for programs without an adapter)."""
     token = _agent.set(name)
     try:

@@ -1,0 +1,109 @@
+"""What an agent function receives to reach its model: base URL, key, model name, and clients for any SDK."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from agl import plugins
+from agl.errors import UsageError
+
+
+@dataclass(slots=True)
+class LLM:
+    """The policy model, as one attempt of a rollout may use it.
+
+    The base URL alone is enough for any program in any language. The HTTP clients of `openai` also tell the
+    gateway which agent calls, by a request hook that reads the scope.
+    """
+
+    base_url: str
+    """OpenAI-compatible, ends in ``/v1``; it names the rollout and the attempt."""
+    key: str = field(repr=False)
+    """Opens this attempt's model calls only."""
+    model: str = "policy"
+    _clients: list[Any] = field(default_factory=list[Any], repr=False)
+
+    def openai(self) -> dict[str, Any]:
+        """Keyword arguments for LangChain's ``ChatOpenAI`` and every SDK that takes the same names."""
+        http = http_library()
+        client = http.Client(timeout=None, event_hooks={"request": [stamp]})
+        async_client = http.AsyncClient(timeout=None, event_hooks={"request": [stamp_async]})
+        self._clients += [client, async_client]
+        return {
+            "base_url": self.base_url,
+            "api_key": self.key,
+            "model": self.model,
+            "http_client": client,
+            "http_async_client": async_client,
+        }
+
+    def client(self) -> Any:
+        """A ready ``openai.OpenAI``."""
+        arguments = self.openai()
+        return _import_openai().OpenAI(base_url=self.base_url, api_key=self.key, http_client=arguments["http_client"])
+
+    def async_client(self) -> Any:
+        """A ready ``openai.AsyncOpenAI``."""
+        arguments = self.openai()
+        return _import_openai().AsyncOpenAI(
+            base_url=self.base_url, api_key=self.key, http_client=arguments["http_async_client"]
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables for a program in another process or language."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.key, "OPENAI_MODEL": self.model}
+
+    async def close(self) -> None:
+        """Close the HTTP clients; the rollout is over."""
+        for client in self._clients:
+            if hasattr(client, "aclose"):
+                await client.aclose()
+            else:
+                client.close()
+        self._clients.clear()
+
+
+def stamp(request: Any) -> None:
+    """Write the caller's labels onto a request (an httpx event hook)."""
+    info = plugins.current_call()
+    if info is None:
+        return
+    for header, value in (
+        ("x-agl-call", info.call_id),
+        ("x-agl-agent", info.agent),
+        ("x-agl-parent", info.parent),
+    ):
+        if value is not None:
+            request.headers[header] = value
+
+
+async def stamp_async(request: Any) -> None:
+    """`stamp`, for asynchronous clients."""
+    stamp(request)
+
+
+def http_library() -> Any:
+    """The HTTP library that the installed ``openai`` speaks: httpx2 since openai 3, httpx before."""
+    try:
+        major = int(version("openai").split(".")[0])
+    except PackageNotFoundError:
+        major = 3
+    if major < 3:
+        import httpx  # pyright: ignore[reportMissingImports]
+
+        return httpx  # pyright: ignore[reportUnknownVariableType]
+    import httpx2
+
+    return httpx2
+
+
+def _import_openai() -> Any:
+    try:
+        import openai  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UsageError(
+            "llm.client() needs the openai package: pip install openai. Any other client works with llm.base_url"
+        ) from error
+    return openai

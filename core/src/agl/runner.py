@@ -1,0 +1,209 @@
+"""Runs agents: leases rollouts from the Lightning server, opens the scope, calls the agent function, reports the end.
+
+All rollouts of one process share one event loop, because an asynchronous HTTP client cannot outlive its loop.
+Synchronous agent functions run in threads that carry the scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import importlib
+import importlib.util
+import inspect
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agl import plugins, scope
+from agl.errors import RewardError, StaleAttempt, UsageError
+from agl.llm import LLM
+from agl.protocols import AgentFunction
+from agl.records import Lease, Outcome, Reward
+from agl.selection import Selection
+
+if TYPE_CHECKING:
+    from agl.client import LightningClient
+
+INFRASTRUCTURE_ERRORS = {
+    "APIConnectionError",
+    "APITimeoutError",
+    "InternalServerError",
+    "ConnectError",
+    "ReadError",
+}
+"""Names of exceptions that mean "the model could not be reached": not the agent's fault."""
+
+
+class AsyncRunner:
+    """Runs up to ``concurrency`` rollouts at once in this process."""
+
+    def __init__(
+        self,
+        agent: AgentFunction,
+        client: LightningClient,
+        *,
+        concurrency: int = 32,
+        timeout: float = 600.0,
+        lease_seconds: float = 60.0,
+    ) -> None:
+        """Prepare; nothing runs before `run`.
+
+        Args:
+            agent: ``agent(task, llm) -> reward``, synchronous or not.
+            client: used from the loop that `run` runs in.
+            timeout: seconds after which an attempt is ended with outcome ``timeout``.
+            lease_seconds: a dead runner's rollouts are given to another after this long.
+        """
+        self.agent = agent
+        self.client = client
+        self.concurrency = concurrency
+        self.timeout = timeout
+        self.lease_seconds = lease_seconds
+        self.name = f"{socket.gethostname()}-{os.getpid()}"
+        self._threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="agl-agent")
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Lease and run rollouts until cancelled; then cancel what still runs."""
+        stop = plugins.instrument()
+        try:
+            while True:
+                free = self.concurrency - len(self._running)
+                if free == 0:
+                    await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                for lease in await self.client.lease(self.name, free, self.lease_seconds, wait=10.0):
+                    task = asyncio.create_task(self._attempt(lease), name=f"{lease.rollout.id}/{lease.attempt}")
+                    self._running.add(task)
+                    task.add_done_callback(self._ended)
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            stop()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The lease will run out and the rollout will be tried again; the reason must not vanish with it.
+            print(f"agl: attempt {task.get_name()} could not be reported: {error}", file=sys.stderr)
+
+    async def _attempt(self, lease: Lease) -> None:
+        heart = asyncio.create_task(self._beat(lease))
+        try:
+            await run_attempt(self.agent, self.client, lease, self.timeout, self._threads)
+        except StaleAttempt:
+            pass  # another attempt owns the rollout; what this one did is not counted
+        finally:
+            heart.cancel()
+
+    async def _beat(self, lease: Lease) -> None:
+        while True:
+            await asyncio.sleep(lease.seconds / 3)
+            await self.client.heartbeat(lease.rollout.id, lease.attempt, lease.seconds)
+
+
+async def run_attempt(
+    agent: AgentFunction, client: LightningClient, lease: Lease, timeout: float, threads: ThreadPoolExecutor
+) -> None:
+    """Run one attempt and report its steps, outcome and reward. An agent that fails is data, not an exception."""
+    rollout = lease.rollout
+    llm = LLM(base_url=f"{client.url}/r/{rollout.id}/{lease.attempt}/v1", key=lease.key)
+    here = scope.RolloutScope(rollout.id, lease.attempt, Selection(rollout.optimize))
+    outcome: Outcome = "ok"
+    error: str | None = None
+    returned: Reward | None = None
+    try:
+        with scope.rollout(here):
+            value = await asyncio.wait_for(_call(agent, rollout.task.data, llm, threads), timeout)
+        returned = None if value is None else Reward.of(value)
+    except TimeoutError:
+        outcome, error = "timeout", f"the agent did not return within {timeout:g} s"
+    except RewardError as problem:
+        outcome, error = "agent_error", f"the agent returned no usable reward: {problem}"
+    except Exception as problem:
+        outcome, error = classify(problem), f"{type(problem).__name__}: {problem}"
+    finally:
+        await llm.close()
+    if here.steps:
+        await client.add_steps(rollout.id, lease.attempt, list(here.steps))
+    await client.finish(rollout.id, lease.attempt, outcome, returned, error)
+
+
+async def _call(agent: AgentFunction, task: Any, llm: LLM, threads: ThreadPoolExecutor) -> Any:
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None)):  # noqa: B004
+        return await agent(task, llm)
+    context = contextvars.copy_context()
+    value = await asyncio.get_running_loop().run_in_executor(threads, lambda: context.run(agent, task, llm))
+    return await value if inspect.isawaitable(value) else value
+
+
+def classify(error: BaseException | None) -> Outcome:
+    """``infra_error`` when the model could not be reached, else ``agent_error``."""
+    while error is not None:
+        if type(error).__name__ in INFRASTRUCTURE_ERRORS:
+            return "infra_error"
+        error = error.__cause__ or error.__context__
+    return "agent_error"
+
+
+def load_agent(path: str) -> AgentFunction:
+    """The function named by ``module:function`` or ``file.py:function``.
+
+    Raises:
+        UsageError: it says which half was not found.
+    """
+    where, _, name = path.rpartition(":")
+    if not where or not name:
+        raise UsageError(f"agent {path!r}: write module:function or file.py:function")
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except (ImportError, FileNotFoundError) as error:
+        raise UsageError(f"agent {path!r}: cannot import {where!r}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"agent {path!r}: {where!r} has no function {name!r}{plugins.nearest(name, names)}")
+    return function
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {str(path)!r}")
+    sys.path.insert(0, str(path.parent.resolve()))  # so that the file finds its neighbours, as when it is run
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def worker(
+    agent: Annotated[str, typer.Argument(help="module:function or file.py:function")],
+    url: Annotated[str, typer.Option(envvar="AGL_URL", help="The Lightning server.")],
+    key: Annotated[str, typer.Option(envvar="AGL_KEY", help="Its key; better given by AGL_KEY than typed.")],
+    concurrency: Annotated[int, typer.Option(help="Rollouts at once.")] = 32,
+    timeout: Annotated[float, typer.Option(help="Seconds that one rollout may take.")] = 600.0,
+) -> None:
+    """Run agents for a Lightning server, in this process, until interrupted."""
+    sys.path.insert(0, os.getcwd())
+    function = load_agent(agent)
+
+    async def work() -> None:
+        from agl.client import LightningClient
+
+        async with LightningClient(url, key) as client:
+            await AsyncRunner(function, client, concurrency=concurrency, timeout=timeout).run()
+
+    try:
+        asyncio.run(work())
+    except KeyboardInterrupt:
+        typer.echo("agl worker: stopped")

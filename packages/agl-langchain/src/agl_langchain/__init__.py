@@ -1,0 +1,1 @@
+"""Train any LangChain or LangGraph agent with agl."""
