@@ -1,0 +1,187 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox[uv]>=2025.10"]
+# ///
+"""How we work: ``nox -s demo`` shows agl, ``nox -s tests`` checks it, ``nox -l`` lists the rest.
+
+Every session has an environment of its own, made with uv where uv is installed and with pip where it is not,
+and pinned by constraints.txt. Arguments after ``--`` go to the tool: ``nox -s tests -- -k gateway``.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.10"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "imports", "tests"]
+
+PACKAGES = ["core", *sorted(str(Path(path).parent) for path in glob.glob("packages/*/pyproject.toml"))]
+PINS = ["--constraint", "constraints.txt"]
+SPEED = ["--durations=15", "--durations-min=5"]
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Install everything and watch a small language model learn (add ``-- --tiny`` for one minute, offline)."""
+    install_workspace(session)
+    session.run("agl", "demo", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run every test: fast, slow and learning (20 minutes on two cores; ``-- -m "not slow and not learns"`` for two)."""
+    install_workspace(session, "test")
+    session.run("pytest", *SPEED, *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff (``-- --fix`` repairs)."""
+    install_group(session, "lint")
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]))
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with pyright: strict in core, standard elsewhere."""
+    install_workspace(session, "test", "types")
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Check who may import whom (DESIGN section 2) with import-linter."""
+    install_group(session, "imports")
+    session.install("--no-deps", *editables())
+    session.run("lint-imports", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every wheel and sdist into dist/, then install each one alone in a fresh environment."""
+    install_group(session, "test")
+    shutil.rmtree("dist", ignore_errors=True)
+    for package in PACKAGES:
+        session.run("uv", "build", "--quiet", "--no-sources", "--out-dir", "dist", package)
+    session.run("pytest", "tests/test_wheels.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Check that the pages tell the truth: links, snippets, hooks, the README's program."""
+    install_workspace(session, "test")
+    session.run("pytest", "tests/test_docs.py", "tests/test_hooks.py", "tests/test_readme.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure the gateway beside its bare upstream and agentlightning 1.0.2 (``-- --quick`` for half a minute)."""
+    install_workspace(session, "test")
+    session.run("python", "benchmarks/gateway.py", *session.posargs)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """Run every test, then the real demo for three seeds and the full benchmark."""
+    install_workspace(session, "test")
+    session.run("pytest", *SPEED, *session.posargs)
+    for seed in range(3):
+        session.run("agl", "demo", "--seed", str(seed))
+    session.run("python", "benchmarks/gateway.py")
+
+
+# ------------------------------------------------------------------------------------------------ installing
+
+
+def install_workspace(session: nox.Session, *groups: str) -> None:
+    """Install all our packages editable, with the root's dependency groups and each member's own ``test`` group."""
+    wanted = [requirement for group in groups for requirement in requirements(group)]
+    if "test" in groups:
+        wanted += [requirement for package in PACKAGES for requirement in requirements("test", package)]
+    install_torch(session)
+    session.install(*PINS, *editables(), *wanted)
+
+
+def install_group(session: nox.Session, group: str) -> None:
+    """Install one of the root's dependency groups and nothing of ours."""
+    settle_environment(session)
+    session.install(*PINS, *requirements(group))
+
+
+def requirements(group: str, package: str = ".") -> list[str]:
+    """What a dependency group of a pyproject.toml asks for; nothing where there is no such group."""
+    project = nox.project.load_toml(Path(package, "pyproject.toml"))
+    if group not in project.get("dependency-groups", {}):
+        return []
+    return list(nox.project.dependency_groups(project, group))
+
+
+def editables() -> list[str]:
+    """``-e`` arguments for every package of the workspace."""
+    return [argument for package in PACKAGES for argument in ("-e", package)]
+
+
+def install_torch(session: nox.Session) -> None:
+    """Install torch first, so that a machine without a GPU gets the CPU build and not several GB of CUDA.
+
+    uv is told where through its own variables, which also serve whatever a test installs later: a wheel folder
+    that pip knows of, or else uv's CPU backend. pip reads its wheel folders by itself.
+    """
+    settle_environment(session)
+    pin = torch_pin()
+    if has_gpu() or session.venv_backend != "uv":
+        session.install(pin)
+    elif folder := torch_wheel_folder(pin):
+        session.env["UV_FIND_LINKS"] = folder
+        session.install(pin)
+    else:
+        session.env["UV_TORCH_BACKEND"] = os.environ.get("UV_TORCH_BACKEND", "cpu")
+        try:
+            session.install(pin)
+        except nox.command.CommandFailed:
+            session.warn("the index of CPU builds does not answer; taking the plain build of torch, which is large")
+            session.env["UV_TORCH_BACKEND"] = None
+            session.install(pin)
+
+
+def settle_environment(session: nox.Session) -> None:
+    """Let Python keep its bytecode: without it every process of a test run compiles torch anew."""
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
+
+
+def torch_pin() -> str:
+    """The line of constraints.txt that pins torch."""
+    return next(line for line in Path("constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU (or is a Mac, where the one build serves both)."""
+    return sys.platform == "darwin" or shutil.which("nvidia-smi") is not None
+
+
+def torch_wheel_folder(pin: str) -> str | None:
+    """The wheel folder that pip knows of, if it holds the CPU build of this torch for this Python."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True
+    )
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wheel = f"{pin.replace('==', '-')}+cpu-{python}-*.whl"
+    for folder in (os.environ.get("PIP_FIND_LINKS") or asked.stdout).split():
+        if any(Path(folder).glob(wheel)):
+            return folder
+    return None
+
+
+if __name__ == "__main__":
+    nox.main()
