@@ -39,7 +39,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every test: fast, slow and learning (20 minutes on two cores; ``-- -m "not slow and not learns"`` for two)."""
+    """Run every test: fast, slow and learning (20 minutes; ``-- -m "not slow and not learns"`` for two)."""
     install_workspace(session, "test")
     session.run("pytest", *SPEED, *session.posargs)
 
