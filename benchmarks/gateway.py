@@ -90,7 +90,14 @@ class Figures:
 # ------------------------------------------------------------------------------------------------- the loader
 
 
-async def press(session: aiohttp.ClientSession, system: str, doors: Sequence[Door], load: Load, stream: bool) -> Figures:
+def http_session() -> aiohttp.ClientSession:
+    """A client that opens as many connections as there are agents."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
+
+
+async def press(
+    session: aiohttp.ClientSession, system: str, doors: Sequence[Door], load: Load, stream: bool
+) -> Figures:
     """Run the load and measure it."""
     body = json.dumps({**BODY, "stream": True} if stream else BODY).encode()
     proof = b"data: [DONE]" if stream else b'"finish_reason"'
@@ -218,7 +225,12 @@ class AgentLightning:
         self.url = f"http://127.0.0.1:{port}"
         with tempfile.TemporaryDirectory() as folder:
             settings = [f"port={port}", "host=127.0.0.1", "key=bench", "default_proxy.model_name=policy"]
-            command = [self.environment / "bin" / "agl-server", *settings, "hydra.run.dir=.", "hydra.output_subdir=null"]
+            command = [
+                self.environment / "bin" / "agl-server",
+                *settings,
+                "hydra.run.dir=.",
+                "hydra.output_subdir=null",
+            ]
             with process(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
                 await until(lambda: can_connect(port), self.name)
                 models = [{"model": "policy", "endpoint": f"{upstream}/v1"}]
@@ -285,15 +297,12 @@ async def measure(systems: Sequence[System], loads: Sequence[Load]) -> list[Figu
         assert server.stdout is not None
         upstream = f"http://127.0.0.1:{int(server.stdout.readline())}"
         for system in systems:
-            connector = aiohttp.TCPConnector(limit=0)
-            timeout = aiohttp.ClientTimeout(total=600)
-            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-                async with system.run(session, upstream):
-                    await once(session, system, upstream, Load(agents=5, calls=2, latency=0.0), stream=False)
-                    for load in loads:
-                        for stream in (False, True) if system.streams else (False,):
-                            figures.append(await once(session, system, upstream, load, stream))
-                            print(line(figures[-1]), flush=True)
+            async with http_session() as session, system.run(session, upstream):
+                await once(session, system, upstream, Load(agents=5, calls=2, latency=0.0), stream=False)  # warm
+                for load in loads:
+                    for stream in (False, True) if system.streams else (False,):
+                        figures.append(await once(session, system, upstream, load, stream))
+                        print(line(figures[-1]), flush=True)
     return figures
 
 
@@ -307,12 +316,11 @@ async def once(session: aiohttp.ClientSession, system: System, upstream: str, lo
         return Figures(**{**asdict(figures), "upstream_peak": (await response.json())["peak"]})
 
 
-def line(figures: Figures) -> str:
+def line(row: Figures) -> str:
     """One row for people."""
-    return (
-        f"{figures.load:<42} {figures.system:<26} {figures.per_second:>8.0f}/s  p50 {figures.p50:>7.3f} s  "
-        f"p99 {figures.p99:>7.3f} s  wall {figures.wall:>7.2f} s  peak {figures.upstream_peak:>5}  errors {figures.errors}"
-    )
+    times = f"p50 {row.p50:>7.3f} s  p99 {row.p99:>7.3f} s  wall {row.wall:>7.2f} s"
+    counts = f"upstream peak {row.upstream_peak:>5}  errors {row.errors}"
+    return f"{row.load:<40} {row.system:<25} {row.per_second:>7.0f} req/s  {times}  {counts}"
 
 
 def ratios(figures: Sequence[Figures]) -> list[str]:
@@ -348,7 +356,9 @@ def main() -> None:
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "agl": version("agl")}
     if not arguments.quick:
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({"machine": machine, "figures": [asdict(row) for row in figures]}, indent=2) + "\n")
+        RESULTS.write_text(
+            json.dumps({"machine": machine, "figures": [asdict(row) for row in figures]}, indent=2) + "\n"
+        )
     if any(row.errors for row in figures if row.system.startswith("agl")):
         sys.exit("agl answered with errors")
 

@@ -55,18 +55,20 @@ def whole() -> bytes:
 def events() -> list[bytes]:
     """The same answer as server-sent events, one for each token."""
 
-    def event(delta: dict[str, Any], **more: Any) -> bytes:
-        choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, "token_ids": None}
-        top = {"prompt_token_ids": more.pop("prompt_token_ids")} if "prompt_token_ids" in more else {}
-        body = {"id": "@ID@", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
-        return b"data: " + json.dumps({**body, **top, "choices": [{**choice, **more}]}).encode() + b"\n\n"
+    def event(**fields: Any) -> bytes:
+        chunk = {"id": "@ID@", "object": "chat.completion.chunk", "created": 1, "model": "policy", **fields}
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
-    chunks = [event({"role": "assistant", "content": ""}, prompt_token_ids=PROMPT_IDS)]
-    for position, token_id in enumerate(RESPONSE_IDS):
-        last = {"finish_reason": "stop"} if position == RESPONSE_TOKENS - 1 else {}
-        chunks.append(event({"content": "word "}, token_ids=[token_id], logprobs={"content": [logprob(token_id)]}, **last))
-    tail = {"id": "@ID@", "object": "chat.completion.chunk", "created": 1, "model": "policy", "choices": [], "usage": USAGE}
-    return [*chunks, b"data: " + json.dumps(tail).encode() + b"\n\n", b"data: [DONE]\n\n"]
+    def choice(content: str, **fields: Any) -> list[dict[str, Any]]:
+        return [{"index": 0, "delta": {"content": content}, "finish_reason": None, **fields}]
+
+    def token(token_id: int) -> bytes:
+        end = {"finish_reason": "stop"} if token_id == RESPONSE_IDS[-1] else {}
+        return event(choices=choice("word ", token_ids=[token_id], logprobs={"content": [logprob(token_id)]}, **end))
+
+    first = event(choices=choice(""), prompt_token_ids=PROMPT_IDS)
+    last = event(choices=[], usage=USAGE)
+    return [first, *(token(token_id) for token_id in RESPONSE_IDS), last, b"data: [DONE]\n\n"]
 
 
 class Upstream:
