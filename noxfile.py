@@ -70,6 +70,7 @@ def imports(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build every wheel and sdist into dist/, then install each one alone in a fresh environment."""
+    install_torch(session)  # only so that the tests know where its CPU build is
     install_group(session, "test")
     shutil.rmtree("dist", ignore_errors=True)
     for package in PACKAGES:
@@ -140,19 +141,19 @@ def install_torch(session: nox.Session) -> None:
     """
     settle_environment(session)
     pin = torch_pin()
-    if has_gpu() or session.venv_backend != "uv":
+    if not has_gpu():
+        if folder := torch_wheel_folder(pin):
+            session.env["UV_FIND_LINKS"] = folder
+        else:
+            session.env["UV_TORCH_BACKEND"] = os.environ.get("UV_TORCH_BACKEND", "cpu")
+    try:
         session.install(pin)
-    elif folder := torch_wheel_folder(pin):
-        session.env["UV_FIND_LINKS"] = folder
+    except nox.command.CommandFailed:
+        if "UV_TORCH_BACKEND" not in session.env:
+            raise
+        session.warn("the index of CPU builds does not answer; taking the plain build of torch, which is large")
+        session.env["UV_TORCH_BACKEND"] = None
         session.install(pin)
-    else:
-        session.env["UV_TORCH_BACKEND"] = os.environ.get("UV_TORCH_BACKEND", "cpu")
-        try:
-            session.install(pin)
-        except nox.command.CommandFailed:
-            session.warn("the index of CPU builds does not answer; taking the plain build of torch, which is large")
-            session.env["UV_TORCH_BACKEND"] = None
-            session.install(pin)
 
 
 def settle_environment(session: nox.Session) -> None:
