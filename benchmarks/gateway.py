@@ -29,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from agl.client import LightningClient
+from agl.records import Rollout, Task
+from agl.wire import PolicyState
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gateway.json"
@@ -196,15 +199,35 @@ class Agl:
     name = "agl"
     streams = True
 
+    def __init__(self) -> None:
+        self.batch = 0
+
     @asynccontextmanager
     async def run(self, session: aiohttp.ClientSession, upstream: str) -> AsyncIterator[None]:
         """Serve from a fresh home and point the gateway to the upstream."""
-        raise NotImplementedError
-        yield
+        with tempfile.TemporaryDirectory() as folder:
+            home = Path(folder)
+            command = [sys.executable, "-m", "agl", "serve", "--home", home, "--port", "0"]
+            with process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+                self.url = await until(lambda: served_at(home / "server.json"), self.name)
+                async with LightningClient(self.url, (home / "key").read_text().strip()) as self.client:
+                    await self.client.set_policy(PolicyState(upstream=upstream))
+                    yield
 
     async def doors(self, session: aiohttp.ClientSession, agents: int) -> list[Door]:
-        """Enqueue rollouts and lease them."""
-        raise NotImplementedError
+        """Enqueue a rollout for every agent and lease it."""
+        self.batch += 1
+        names = [f"rollout-{self.batch}-{number}" for number in range(agents)]
+        batch = f"batch-{self.batch}"
+        await self.client.enqueue([Rollout(id=name, task=Task(id=name, data={}), batch=batch) for name in names])
+        leases = await self.client.lease("bench", agents, seconds=600)
+        return [
+            Door(
+                f"{self.url}/r/{lease.rollout.id}/{lease.attempt}/v1/chat/completions",
+                {"content-type": "application/json", "authorization": f"Bearer {lease.key}"},
+            )
+            for lease in leases
+        ]
 
 
 class AgentLightning:
@@ -250,6 +273,14 @@ class AgentLightning:
 
 
 System = Direct | Agl | AgentLightning
+
+
+def served_at(record: Path) -> str | None:
+    """The URL that agl's server wrote down when it was ready."""
+    try:
+        return json.loads(record.read_text())["url"]
+    except (OSError, ValueError):
+        return None
 
 
 def can_connect(port: int) -> bool | None:
@@ -344,7 +375,7 @@ def main() -> None:
     parser.add_argument("--skip-peer", action="store_true", help=f"leave {PEER} out")
     arguments = parser.parse_args()
 
-    systems: list[System] = [Direct()]
+    systems: list[System] = [Direct(), Agl()]
     if not arguments.skip_peer:
         environment = peer_environment()
         if isinstance(environment, Path):
