@@ -1,0 +1,38 @@
+"""Fixtures: the example on the import path, a small database, the shared Spider data."""
+
+import os
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(EXAMPLE))
+
+
+@pytest.fixture(scope="session")
+def spider() -> Path:
+    """The shared Spider folder."""
+    folder = Path(os.environ.get("AGL_DATA") or EXAMPLE.parents[2] / "shared" / "data") / "sql"
+    if not folder.is_dir():
+        pytest.skip(f"no Spider data at {str(folder)!r}; set AGL_DATA")
+    return folder
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A database of two tables, with text that is not UTF-8 in it."""
+    path = tmp_path / "shop & co.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript("""
+            CREATE TABLE shop(id INTEGER PRIMARY KEY, name TEXT, city TEXT);
+            CREATE TABLE sale(id INTEGER PRIMARY KEY, shop_id INTEGER REFERENCES shop(id), price REAL);
+            INSERT INTO shop VALUES (1, 'Apple', 'Rome'), (2, 'Berry', 'Oslo'), (3, 'Cherry', 'Rome'), (4, NULL, 'Bonn');
+            INSERT INTO sale VALUES (1, 1, 3.5), (2, 1, 1.0), (3, 2, 2.0), (4, 3, 2.0);
+            CREATE TABLE note(text TEXT);
+            INSERT INTO note VALUES (CAST(x'636166e9' AS TEXT));
+        """)
+        connection.commit()
+    return path
