@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from agl.errors import AglError, UsageError
@@ -164,6 +165,6 @@ def _adapter(kind: type[Any]) -> TypeAdapter[tuple[Any]]:
 
     # A one-element tuple: pydantic takes a configuration for nested dataclasses only from a type around them.
     return TypeAdapter(
-        tuple[kind],
+        cast(Any, GenericAlias(tuple, (kind,))),
         config=ConfigDict(extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"),
     )

@@ -1,1 +1,1 @@
-"""The Lightning server of agl: durable rollout queue and OpenAI-compatible gateway that keeps exact tokens."""
+"""The Lightning server: a durable rollout queue, and an OpenAI-compatible gateway that keeps the exact tokens."""

@@ -1,0 +1,121 @@
+"""The command ``agl serve``: one process, one home folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from agl.errors import UsageError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+DRAIN_SECONDS = 8
+"""What is under way at SIGTERM may take so long to end; the rest of ten seconds is for closing the store."""
+
+BACKLOG = 4096
+
+
+def serve(
+    home: Annotated[Path, typer.Option(help="Folder of the store, the key and server.json.")] = Path(".agl"),
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need AGL_KEY.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Run the Lightning server: the rollout queue and the gateway. AGL_KEY, if set, is its key."""
+    # Without this uvicorn ends by the signal that stopped it; a drained server has succeeded.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    given = os.environ.get("AGL_KEY") or None
+    from agl_server import auth
+
+    auth.check_bind(host, given is not None)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _alone(home):
+        key = auth.load_key(home, given)
+        _raise_file_limit()
+        from agl_server.app import create_app
+        from agl_server.store.sqlite import SqliteStore
+
+        listener = _listen(host, port)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        app = create_app(SqliteStore(home / "store.sqlite"), key, host)
+        _run(app, listener, home, url)
+
+
+def _run(app: Starlette, listener: socket.socket, home: Path, url: str) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                _announce(home, url)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.stop_waiting()
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level="warning",
+        backlog=BACKLOG,
+        server_header=False,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+    Server(config).run(sockets=[listener])
+
+
+def _announce(home: Path, url: str) -> None:
+    """Tell people, and programs that wait for ``server.json``."""
+    import gc
+
+    import orjson
+
+    gc.freeze()  # what was imported stays; the collector need not look at it again
+    fresh = home / f"server.json.{os.getpid()}"
+    fresh.write_bytes(orjson.dumps({"url": url, "pid": os.getpid()}))
+    fresh.replace(home / "server.json")
+    typer.echo(f"agl serve: {url} (key in {home / 'key'})")
+    sys.stdout.flush()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return listener
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One server for one home: two would give out the same rollouts."""
+    import fcntl
+
+    with open(home / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"another server uses {str(home)!r}; stop it, or give another --home") from error
+        yield
+
+
+def _raise_file_limit() -> None:
+    """Every agent takes a connection to us and one to the upstream."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
