@@ -7,10 +7,10 @@ from agl.errors import UsageError
 from text_to_sql.database import execute
 
 
-
 def doubling(table: str) -> str:
     """A query on the last of 25 WITH tables, each written after the template."""
-    return "WITH c0 AS (SELECT 1 AS x), " + ", ".join(table.format(n=n, m=n - 1) for n in range(1, 25)) + " SELECT * FROM c24"
+    tables = ", ".join(table.format(n=n, m=n - 1) for n in range(1, 25))
+    return f"WITH c0 AS (SELECT 1 AS x), {tables} SELECT * FROM c24"
 
 
 REFUSED = [
@@ -132,7 +132,7 @@ REFUSED = [
     "SELECT printf('%.*c', 1000000000, 'x')",
     "SELECT format('%2000000000s', 'x')",
     "SELECT trim('x', 'y')",
-    "SELECT replace(replace(replace('aaaaaaaaaa', 'a', 'aaaaaaaaaa'), 'a', 'aaaaaaaaaa'), 'a', 'aaaaaaaaaabbbbbbbbbbcccccccccc')",
+    "SELECT replace(replace(replace('aaaaaaaaaa', 'a', 'bbbbbbbbbb'), 'b', 'cccccccccc'), 'c', '" + "d" * 99 + "')",
     "WITH t(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM t) SELECT max(length(x)) FROM t",
     "WITH t(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM t LIMIT 50000) SELECT group_concat(x) FROM t",
     "SELECT char(1, 2, 3)",
@@ -143,7 +143,7 @@ REFUSED = [
     doubling("c{n} AS (SELECT p.x FROM c{m} p, c{m} q)"),
     doubling("c{n} AS (SELECT x FROM c{m} UNION ALL SELECT x FROM C{m})"),
     doubling("c{n}(x) AS MATERIALIZED (SELECT p.x FROM c{m} p, c{m} q)"),
-    doubling("[c{n}] AS NOT MATERIALIZED (SELECT p.x FROM \"C{m}\" p, `c{m}` q)"),
+    doubling('[c{n}] AS NOT MATERIALIZED (SELECT p.x FROM "C{m}" p, `c{m}` q)'),
     doubling("'c{n}' /* as */ AS -- (\n (SELECT p.x FROM c{m} p, c{m} q)"),
     # Big statements.
     "SELECT " + "1+" * 20_000 + "1",
@@ -171,16 +171,19 @@ SALES = ", ".join(f"sale s{i}" for i in range(40))
 BOMBS = {
     "endless recursion": f"{COUNTING} SELECT count(*) FROM t",
     "endless recursion without repeats": "WITH t(x) AS (SELECT 1 UNION SELECT x + 1 FROM t) SELECT max(x) FROM t",
-    "recursion that sorts": "WITH t(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM t ORDER BY 1 DESC) SELECT sum(x) FROM t",
+    "recursion that sorts": "WITH t(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM t ORDER BY 1 DESC) "
+    "SELECT sum(x) FROM t",
     "recursion of long texts": f"{COUNTING} SELECT count(DISTINCT {LONG} || x) FROM t",
-    "growing text": "WITH t(x) AS (SELECT 'ab' UNION ALL SELECT substr(x || x, 1, 9000) FROM t) SELECT sum(length(x)) FROM t",
+    "growing text": "WITH t(x) AS (SELECT 'ab' UNION ALL SELECT substr(x || x, 1, 9000) FROM t) "
+    "SELECT sum(length(x)) FROM t",
     "cartesian product": f"SELECT count(*) FROM {SALES}",
     "cartesian product that sorts": f"SELECT s1.price FROM {SALES} ORDER BY random()",
     "cartesian product that groups": f"SELECT s0.id + s1.id * s2.id, count(*) FROM {SALES} GROUP BY 1",
     "no row ever": f"SELECT 1 FROM {SALES} WHERE s0.price + s39.price < 0",
-    "subqueries per row": "SELECT (SELECT count(*) FROM sale a, sale b, sale c, sale d, sale e, sale f, sale g, sale h, "
-    f"sale i, sale j WHERE a.id < s0.id + j.id) FROM {SALES}",
-    "replace on long texts": f"{COUNTING} SELECT sum(length(replace({LONG} || x, substr({LONG}, 1, 9000) || 'b', ''))) FROM t",
+    "subqueries per row": "SELECT (SELECT count(*) FROM sale a, sale b, sale c, sale d, sale e, sale f, sale g, "
+    f"sale h, sale i, sale j WHERE a.id < s0.id + j.id) FROM {SALES}",
+    "replace on long texts": f"{COUNTING} "
+    f"SELECT sum(length(replace({LONG} || x, substr({LONG}, 1, 9000) || 'b', ''))) FROM t",
     "search in long texts": f"{COUNTING} SELECT sum(instr({LONG} || x, substr({LONG}, 1, 9000) || 'b')) FROM t",
     "wildcards on long texts": f"{COUNTING} SELECT sum({LONG} || x LIKE '{'%a_' * 60}b') FROM t",
     "globs on long texts": f"{COUNTING} SELECT sum({LONG} || x GLOB '{'*a?[a-z]' * 20}b') FROM t",
@@ -220,7 +223,7 @@ def test_the_usual_limit_is_two_seconds(unharmed: Path) -> None:
 
 
 def test_a_select_gives_its_columns_rows_and_tables(shop: Path) -> None:
-    result = execute(shop, "SELECT city, count(*) AS n FROM Shop JOIN sale ON shop_id = shop.id GROUP BY city ORDER BY n")
+    result = execute(shop, "SELECT city, count(*) n FROM Shop JOIN sale ON shop_id = shop.id GROUP BY city ORDER BY n")
     assert result.error is None and not result.truncated
     assert (result.columns, result.rows) == (("city", "n"), (("Oslo", 1), ("Rome", 3)))
     assert result.tables == {"shop", "sale"}
@@ -273,7 +276,8 @@ def test_rows_are_capped_by_number_and_by_size(shop: Path) -> None:
 
 
 def test_a_result_is_described_in_a_few_words(shop: Path) -> None:
-    assert execute(shop, "SELECT name, city FROM shop").describe(rows=2) == "4 rows (name, city)\nApple | Rome\nBerry | Oslo"
+    two = execute(shop, "SELECT name, city FROM shop").describe(rows=2)
+    assert two == "4 rows (name, city)\nApple | Rome\nBerry | Oslo"
     assert execute(shop, "SELECT name FROM shop", max_rows=2).describe(rows=1) == "2+ rows (name)\nApple"
     assert execute(shop, "SELECT name FROM shop WHERE 0").describe() == "no rows"
     assert len(execute(shop, f"SELECT '{'x' * 5_000}'").describe()) == 240

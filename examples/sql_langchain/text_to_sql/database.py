@@ -24,18 +24,17 @@ from agl.errors import UsageError
 
 from text_to_sql.sqltext import expansions
 
-ALLOWED_FUNCTIONS = frozenset(
-    # Aggregates and window functions.
+AGGREGATES = (
     "avg count group_concat max min string_agg sum total cume_dist dense_rank first_value lag last_value lead "
-    "nth_value ntile percent_rank rank row_number "
-    # Numbers.
-    "abs acos asin atan atan2 ceil ceiling cos degrees exp floor ln log log10 log2 mod pi pow power radians random "
-    "round sign sin sqrt tan trunc "
-    # Text, dates, choice.
-    "coalesce concat concat_ws glob ifnull iif instr length like lower nullif replace "
-    "substr substring typeof unicode upper current_date current_time current_timestamp date datetime "
-    "julianday strftime time timediff unixepoch".split()
+    "nth_value ntile percent_rank rank row_number"
 )
+NUMBERS = (
+    "abs acos asin atan atan2 ceil ceiling cos degrees exp floor ln log log10 log2 mod pi pow power radians random "
+    "round sign sin sqrt tan trunc"
+)
+TEXTS = "coalesce concat concat_ws glob ifnull iif instr length like lower nullif replace substr substring typeof upper"
+DATES = "current_date current_time current_timestamp date datetime julianday strftime time timediff unixepoch"
+ALLOWED_FUNCTIONS = frozenset(f"{AGGREGATES} {NUMBERS} {TEXTS} {DATES}".split())
 """What a query may call; missing are those that touch files, make big values, or spin in one call (printf, trim)."""
 
 SQL_LENGTH = 10_000
@@ -87,7 +86,7 @@ class Guard:
         self.refused: str | None = None
         self.tables: set[str] = set()
 
-    def authorize(self, action: int, first: str | None, second: str | None, database: str | None, via: str | None) -> int:
+    def authorize(self, action: int, first: str | None, second: str | None, *where: str | None) -> int:
         """SQLite's authorizer callback, asked for every table, column and function while a query is prepared."""
         if self.check_time():
             return sqlite3.SQLITE_DENY

@@ -1,4 +1,4 @@
-"""What a query earns: execution match, by the rule of Spider's official test-suite evaluation, and a small part for running.
+"""What a query earns: execution match, as Spider's official evaluation judges it, and a little for running.
 
 The official rule compares what the gold query and the prediction return on the database:
 
@@ -23,7 +23,7 @@ from typing import Any
 from agl.errors import RewardError
 
 from text_to_sql.database import Result, execute
-from text_to_sql.sqltext import first_statement, without_distinct
+from text_to_sql.sqltext import first_statement, join_operators, without_distinct
 
 Row = tuple[Any, ...]
 
@@ -59,7 +59,7 @@ def execution_match(prediction: str, gold: str, database: Path, *, keep_distinct
     expected = execute(database, prepare(gold, keep_distinct), seconds=10.0, max_rows=100_000, max_characters=10**8)
     if expected.error is not None or expected.truncated:
         reason = expected.error or "its result is too large"
-        raise RewardError(f"the gold query {gold!r} cannot be judged on {database.name!r}: {reason}; leave the task out")
+        raise RewardError(f"the gold query {gold!r} cannot be run on {database.name!r}: {reason}; leave the task out")
     if keep_distinct and not prediction.strip():
         return not expected.rows  # the official program runs the empty text, which gives no rows
     # One row more than expected is enough to see a difference in length.
@@ -71,7 +71,7 @@ def execution_match(prediction: str, gold: str, database: Path, *, keep_distinct
 
 def prepare(sql: str, keep_distinct: bool) -> str:
     """The text that is really run."""
-    sql = sql.replace("> =", ">=").replace("< =", "<=").replace("! =", "!=")
+    sql = join_operators(sql)
     if not keep_distinct:
         sql = without_distinct(first_statement(sql))
     return CURRENT_YEAR.sub("2020", sql)

@@ -18,15 +18,13 @@ TOKEN = re.compile(
 )
 """Every text is a sequence of these; joined again they give the text back."""
 
-KEYWORDS = frozenset(
-    "select distinct from where group by having order limit offset join left right inner outer cross natural "
-    "on using as and or not in is null like between exists asc desc union all intersect except case when then "
-    "else end with cast".split()
-)
-"""What `tidy` writes in capitals."""
-
-FUNCTIONS = frozenset("count avg sum min max abs round length lower upper substr cast".split())
-"""Names that `tidy` writes directly before their bracket."""
+KEYWORDS = """
+    select distinct from where group by having order limit offset join left right inner outer cross natural on using
+    as and or not in is null like between exists asc desc union all intersect except case when then else end with
+"""
+FUNCTIONS = "count avg sum min max abs round length lower upper substr cast"
+STYLE = {word: word.upper() for word in KEYWORDS.split()} | {word: word for word in FUNCTIONS.split()}
+"""How `tidy` writes words: keywords in capitals, functions not; any other word stays as it is."""
 
 FENCE = re.compile(r"```[ \t]*(?:sqlite|sql)?[ \t]*\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 QUERY = re.compile(r"\b(?:select|with)\b", re.IGNORECASE)
@@ -84,6 +82,11 @@ def last_index(words: list[str], word: str) -> int:
     return len(words) - 1 - words[::-1].index(word) if word in words else 0
 
 
+def join_operators(sql: str) -> str:
+    """``> =``, ``< =`` and ``! =`` without their space, as Spider's older queries write them."""
+    return sql.replace("> =", ">=").replace("< =", "<=").replace("! =", "!=")
+
+
 def find_query(answer: str) -> str:
     """The SQL query in a model's answer, or the empty string.
 
@@ -102,18 +105,11 @@ def find_query(answer: str) -> str:
 def tidy(sql: str) -> str:
     """``sql`` in one fixed style: single spaces, keywords in capitals, ``count(*)``, no final semicolon."""
     text, previous = "", ""
-    for kind, token in tokens(sql.replace("> =", ">=").replace("< =", "<=").replace("! =", "!=").strip().rstrip(";")):
+    for kind, token in tokens(join_operators(sql).strip().rstrip(";")):
         if kind in ("space", "comment"):
             continue
-        lower = token.lower()
-        if kind == "word":
-            token = token.upper() if lower in KEYWORDS else lower if lower in FUNCTIONS else token
-        tight = (
-            not text
-            or token in ",);."
-            or previous in ("(", ".")
-            or (token == "(" and previous.lower() in FUNCTIONS)
-        )
+        token = STYLE.get(token.lower(), token)
+        tight = token in ",);." or previous in ("", "(", ".") or (token == "(" and previous in FUNCTIONS.split())
         text += token if tight else f" {token}"
         previous = token
     return text
