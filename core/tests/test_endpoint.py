@@ -235,11 +235,11 @@ def test_the_caller_is_passed_to_the_engine_and_frozen_means_frozen():
             return super().generate(prompt_ids, sampling)
 
     with ModelServer(engine=Engine(max_length=500)) as server:
-        headers = {"x-agl-rollout": "r1", "x-agl-agent": "writer", "x-request-id": "abc"}
+        headers = {"x-agl-rollout": "r1", "x-agl-agent": "%C3%A4 writer", "x-request-id": "abc"}
         answer = post(server, headers, model="frozen", temperature=0.5, top_p=0.9, top_k=-1, stop=["."]).json()
         post(server, model="policy", top_k=5)
     assert answer["model"] == "frozen" and answer["id"] == "chatcmpl-abc"
-    assert seen[0].labels == {"rollout": "r1", "agent": "writer"}
+    assert seen[0].labels == {"rollout": "r1", "agent": "ä writer"}
     assert seen[0].frozen and not seen[1].frozen
     assert (seen[0].temperature, seen[0].top_p, seen[0].top_k, seen[0].stop) == (0.5, 0.9, 0, (".",))
     assert (seen[1].temperature, seen[1].top_p, seen[1].top_k, seen[1].seed) == (1.0, 1.0, 5, None)

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
+from urllib.parse import unquote
 
 import uvicorn
 from starlette.applications import Starlette
@@ -173,7 +174,9 @@ class ChatCompletions:
                 "messages" if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
-        labels = {name: value for name in ("rollout", "agent") if (value := headers.get(f"x-agl-{name}")) is not None}
+        labels = {
+            name: unquote(value) for name in ("rollout", "agent") if (value := headers.get(f"x-agl-{name}")) is not None
+        }
         sampling = [
             Sampling(
                 max_tokens=asked or room,

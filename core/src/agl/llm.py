@@ -24,12 +24,14 @@ class LLM:
     """Opens this attempt's model calls only."""
     model: str = "policy"
     _clients: list[Any] = field(default_factory=list[Any], repr=False)
+    _sent: set[str] = field(default_factory=set[str], repr=False)
+    """Call ids that left already."""
 
     def openai(self) -> dict[str, Any]:
         """Keyword arguments for LangChain's ``ChatOpenAI`` and every SDK that takes the same names."""
         http = http_library()
-        client = http.Client(timeout=None, event_hooks={"request": [stamp]})
-        async_client = http.AsyncClient(timeout=None, event_hooks={"request": [stamp_async]})
+        client = http.Client(timeout=None, event_hooks={"request": [self._stamp]})
+        async_client = http.AsyncClient(timeout=None, event_hooks={"request": [self._stamp_async]})
         self._clients += [client, async_client]
         return {
             "base_url": self.base_url,
@@ -51,6 +53,29 @@ class LLM:
             base_url=self.base_url, api_key=self.key, http_client=arguments["http_async_client"]
         )
 
+    def _stamp(self, request: Any) -> None:
+        """Write the caller's labels onto a request (an httpx event hook)."""
+        info = plugins.current_call()
+        if info is None:
+            return
+        if info.call_id is not None:
+            # A label is good for one request and its retries. A second one comes from a context that a cancelled
+            # or streaming call left its label in; it is a call of its own, made by nobody knows whom.
+            if info.call_id in self._sent and request.headers.get("x-stainless-retry-count", "0") == "0":
+                return
+            self._sent.add(info.call_id)
+        for header, value in (
+            ("x-agl-call", info.call_id),
+            ("x-agl-agent", info.agent),
+            ("x-agl-parent", info.parent),
+        ):
+            if value is not None:
+                request.headers[header] = value
+
+    async def _stamp_async(self, request: Any) -> None:
+        """`_stamp`, for asynchronous clients."""
+        self._stamp(request)
+
     def environment(self) -> dict[str, str]:
         """Environment variables for a program in another process or language."""
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.key, "OPENAI_MODEL": self.model}
@@ -63,25 +88,6 @@ class LLM:
             else:
                 client.close()
         self._clients.clear()
-
-
-def stamp(request: Any) -> None:
-    """Write the caller's labels onto a request (an httpx event hook)."""
-    info = plugins.current_call()
-    if info is None:
-        return
-    for header, value in (
-        ("x-agl-call", info.call_id),
-        ("x-agl-agent", info.agent),
-        ("x-agl-parent", info.parent),
-    ):
-        if value is not None:
-            request.headers[header] = value
-
-
-async def stamp_async(request: Any) -> None:
-    """`stamp`, for asynchronous clients."""
-    stamp(request)
 
 
 def http_library() -> Any:

@@ -65,9 +65,14 @@ class RolloutScope:
         )
 
 
+@dataclass(slots=True)
+class _Label:
+    info: CallInfo | None
+
+
 _rollout: contextvars.ContextVar[RolloutScope | None] = contextvars.ContextVar("agl_rollout", default=None)
 _agent: contextvars.ContextVar[str | None] = contextvars.ContextVar("agl_agent", default=None)
-_call: contextvars.ContextVar[CallInfo | None] = contextvars.ContextVar("agl_call", default=None)
+_call: contextvars.ContextVar[_Label | None] = contextvars.ContextVar("agl_call", default=None)
 
 
 def current_rollout() -> RolloutScope | None:
@@ -87,32 +92,43 @@ def rollout(scope: RolloutScope) -> Generator[RolloutScope]:
 
 @contextmanager
 def agent(name: str) -> Generator[None]:
-    """Name the agent of the model calls made inside the block (for programs without an adapter)."""
+    """Name the agent of the model calls made inside the block, where no framework names it."""
+    label = _call.set(None)  # what an earlier call may have left behind
     token = _agent.set(name)
     try:
         yield
     finally:
         _agent.reset(token)
+        _call.reset(label)
 
 
-def set_call(info: CallInfo | None) -> None:
-    """Label the model calls that this context makes from now on; None removes the label."""
-    _call.set(info)
+def current_agent() -> str | None:
+    """The agent named by `agent`."""
+    return _agent.get()
 
 
-def clear_call(call_id: str) -> None:
-    """Remove the label if it is still this call's: a later call must not inherit it."""
-    info = _call.get()
-    if info is not None and info.call_id == call_id:
-        _call.set(None)
+def set_call(info: CallInfo) -> Callable[[], None]:
+    """Label the model call that this context makes next.
+
+    Returns:
+        How to withdraw the label when the call has ended: a later call must not inherit it. It works from any
+        context, because frameworks report the end of a call from a task of their own.
+    """
+    label = _Label(info)
+    _call.set(label)
+
+    def withdraw() -> None:
+        label.info = None
+
+    return withdraw
 
 
 def current_call() -> CallInfo | None:
     """The label an adapter set, else the agent named by `agent`, else None."""
-    info = _call.get()
-    if info is not None:
-        return info
-    name = _agent.get()
+    label = _call.get()
+    if label is not None and label.info is not None:
+        return label.info
+    name = current_agent()
     return CallInfo(agent=name) if name is not None else None
 
 
