@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.10"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -148,7 +149,7 @@ def install_torch(session: nox.Session) -> None:
             session.env["UV_TORCH_BACKEND"] = os.environ.get("UV_TORCH_BACKEND", "cpu")
     try:
         session.install(pin)
-    except nox.command.CommandFailed:
+    except CommandFailed:
         if "UV_TORCH_BACKEND" not in session.env:
             raise
         session.warn("the index of CPU builds does not answer; taking the plain build of torch, which is large")

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,8 @@ class Figures:
     p99: float
     upstream_peak: int
     """The most requests that the upstream saw at once."""
+    kept: int | None
+    """Calls that the gateway had recorded afterwards; None where that is not asked."""
 
 
 # ------------------------------------------------------------------------------------------------- the loader
@@ -135,6 +137,7 @@ async def press(
         p50=times[len(times) // 2],
         p99=times[min(len(times) - 1, int(len(times) * 0.99))],
         upstream_peak=0,
+        kept=None,
     )
 
 
@@ -192,6 +195,10 @@ class Direct:
         """The upstream itself."""
         return [Door(self.url, {"content-type": "application/json"})] * agents
 
+    async def kept(self) -> int | None:
+        """There is nothing that keeps."""
+        return None
+
 
 class Agl:
     """agl's server: one attempt, with a key of its own, for every agent."""
@@ -220,14 +227,25 @@ class Agl:
         names = [f"rollout-{self.batch}-{number}" for number in range(agents)]
         batch = f"batch-{self.batch}"
         await self.client.enqueue([Rollout(id=name, task=Task(id=name, data={}), batch=batch) for name in names])
-        leases = await self.client.lease("bench", agents, seconds=600)
+        self.leases = await self.client.lease("bench", agents, seconds=600)
         return [
             Door(
                 f"{self.url}/r/{lease.rollout.id}/{lease.attempt}/v1/chat/completions",
                 {"content-type": "application/json", "authorization": f"Bearer {lease.key}"},
             )
-            for lease in leases
+            for lease in self.leases
         ]
+
+    async def kept(self) -> int | None:
+        """End the rollouts, collect them as a trainer does, and count the calls that carry tokens."""
+        for lease in self.leases:
+            await self.client.finish(lease.rollout.id, lease.attempt, "ok")
+        calls, cursor = 0, 0
+        while True:
+            cursor, rollouts = await self.client.collect(f"batch-{self.batch}", cursor)
+            if not rollouts:
+                return calls
+            calls += sum(len(call.choices[0].response_ids) > 0 for rollout in rollouts for call in rollout.calls)
 
 
 class AgentLightning:
@@ -270,6 +288,10 @@ class AgentLightning:
             response.raise_for_status()
         path = "proxy/rollout/{}/attempt/0/mode/train/openai/v1/chat/completions"
         return [Door(f"{self.url}/{path.format(name)}", self.headers) for name in names]
+
+    async def kept(self) -> int | None:
+        """Not asked: they are in memory only."""
+        return None
 
 
 System = Direct | Agl | AgentLightning
@@ -344,13 +366,15 @@ async def once(session: aiohttp.ClientSession, system: System, upstream: str, lo
         response.raise_for_status()
     figures = await press(session, system.name + (", streaming" if stream else ""), doors, load, stream)
     async with session.get(f"{upstream}/stats") as response:
-        return Figures(**{**asdict(figures), "upstream_peak": (await response.json())["peak"]})
+        peak = (await response.json())["peak"]
+    return replace(figures, upstream_peak=peak, kept=await system.kept())
 
 
 def line(row: Figures) -> str:
     """One row for people."""
     times = f"p50 {row.p50:>7.3f} s  p99 {row.p99:>7.3f} s  wall {row.wall:>7.2f} s"
     counts = f"upstream peak {row.upstream_peak:>5}  errors {row.errors}"
+    counts += "" if row.kept is None else f"  kept {row.kept} of {row.requests}"
     return f"{row.load:<40} {row.system:<25} {row.per_second:>7.0f} req/s  {times}  {counts}"
 
 
@@ -390,8 +414,8 @@ def main() -> None:
         RESULTS.write_text(
             json.dumps({"machine": machine, "figures": [asdict(row) for row in figures]}, indent=2) + "\n"
         )
-    if any(row.errors for row in figures if row.system.startswith("agl")):
-        sys.exit("agl answered with errors")
+    if any(row.errors or row.kept not in (None, row.requests) for row in figures if row.system != AgentLightning.name):
+        sys.exit("agl answered with errors or lost calls")
 
 
 if __name__ == "__main__":
