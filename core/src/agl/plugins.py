@@ -29,19 +29,25 @@ ORIGINS: dict[str, str] = {}
 """Distribution and version of each plugin that came from an entry point."""
 
 
-class _ScopePlugin:
-    """The default answer to "who is calling": what the scope says."""
+class _Defaults:
+    """Defaults that have no module of their own: who is calling is what the scope says; agents run in asyncio."""
 
     @hookimpl(trylast=True)
     def agl_current_call(self) -> scope.CallInfo | None:
         return scope.current_call()
+
+    @hookimpl
+    def agl_register_runners(self, register: Callable[[str, Any], None]) -> None:
+        from agl.runner import AsyncRunner
+
+        register("asyncio", AsyncRunner)
 
 
 def new_manager() -> pluggy.PluginManager:
     """A manager with the hooks and what ships in the core; no entry points."""
     manager = pluggy.PluginManager("agl")
     manager.add_hookspecs(hookspecs)
-    manager.register(_ScopePlugin(), "scope")
+    manager.register(_Defaults(), "defaults")
     for name, module in BUILT_IN.items():
         manager.register(module, name)
     return manager

@@ -90,8 +90,8 @@ class Backend(Protocol):
         """Serve the policy's present weights under this version, with no cache of older ones."""
         ...
 
-    async def logprobs(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Logprob of each token but the first, as the engine computes it: the canary."""
+    async def probe(self, prompt_ids: Sequence[int], tokens: int) -> Sequence[Token]:
+        """Sample a few tokens from the policy at temperature 1: the canary compares them with the trainer's logprobs."""
         ...
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ import typer
 from agl import plugins, scope
 from agl.errors import RewardError, StaleAttempt, UsageError
 from agl.llm import LLM
+from agl.processes import end_with_parent
 from agl.protocols import AgentFunction
 from agl.records import Lease, Outcome, Reward
 from agl.selection import Selection
@@ -194,6 +195,7 @@ def worker(
     timeout: Annotated[float, typer.Option(help="Seconds that one rollout may take.")] = 600.0,
 ) -> None:
     """Run agents for a Lightning server, in this process, until interrupted."""
+    end_with_parent()
     sys.path.insert(0, os.getcwd())
     function = load_agent(agent)
 

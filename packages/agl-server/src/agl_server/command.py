@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from agl.errors import UsageError
+from agl.processes import end_with_parent
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -34,6 +35,7 @@ def serve(
     given = os.environ.get("AGL_KEY") or None
     from agl_server import auth
 
+    end_with_parent()
     auth.check_bind(host, given is not None)
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _alone(home):

@@ -1,1 +1,21 @@
-"""The learner of agl: GRPO on Accelerate over transitions of any agent, with an embedded engine."""
+"""The learner: `Trainer` and `Warmup`. Heavy libraries load when a trainer is built, not on import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agl_trainer.loop import Trainer
+    from agl_trainer.session import Result
+    from agl_trainer.warmup import Warmup
+
+__all__ = ["Result", "Trainer", "Warmup"]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    homes = {"Trainer": "loop", "Result": "session", "Warmup": "warmup"}
+    if name not in homes:
+        raise AttributeError(f"module 'agl_trainer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"agl_trainer.{homes[name]}"), name)

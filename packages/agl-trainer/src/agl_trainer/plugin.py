@@ -1,1 +1,48 @@
-"""Hook implementations of this package."""
+"""What this package registers. Nothing heavy is imported before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agl.hookspecs import hookimpl
+from agl.protocols import Register
+
+
+@hookimpl
+def agl_register_algorithms(register: Register) -> None:
+    """Register ``grpo``."""
+    register("grpo", _grpo)
+
+
+@hookimpl
+def agl_register_backends(register: Register) -> None:
+    """Register ``transformers``, the embedded backend."""
+    register("transformers", _transformers)
+
+
+@hookimpl
+def agl_register_commands(register: Register) -> None:
+    """Register ``agl train`` and ``agl eval``."""
+    from agl_trainer import commands
+
+    register("train", commands.train)
+    register("eval", commands.evaluate)
+
+
+def _grpo(config: Any) -> Any:
+    from agl_trainer.algorithms.grpo import GRPO
+
+    return GRPO(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        tis_cap=config.tis_cap,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        scale=config.scale,
+    )
+
+
+def _transformers(policy: Any, config: Any) -> Any:
+    from agl_trainer.backends.transformers.backend import TransformersBackend
+
+    return TransformersBackend(policy, config)

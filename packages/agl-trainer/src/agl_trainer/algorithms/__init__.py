@@ -1,0 +1,1 @@
+"""One file for each algorithm: pure ``advantages()`` and ``loss()``."""

@@ -1,0 +1,1 @@
+"""What generates tokens: one folder or file for each backend."""

@@ -1,0 +1,167 @@
+"""The embedded engine: one thread that decodes, any number of coroutines that wait for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from agl.errors import BackendError
+from agl.protocols import Sampling, Token
+
+from agl_trainer.backends.transformers.scheduler import Request, Scheduler
+from agl_trainer.chat import ChatFormat
+from agl_trainer.policy import Policy
+
+
+class TransformersEngine:
+    """Generates from the policy's own weights while the trainer is not using them (`agl.protocols.Engine`)."""
+
+    def __init__(self, policy: Policy, *, slots: int, max_length: int, seed: int) -> None:
+        self.policy = policy
+        self.tokenizer = policy.tokenizer
+        self.max_length = max_length
+        self.version = policy.version
+        self.chat = ChatFormat(policy.tokenizer)
+        self._slots = slots
+        self._seed = seed
+        self._asked: dict[str, int] = {}
+        self._schedulers: dict[bool, Scheduler] = {}
+        self._wake = threading.Condition()
+        self._arrived: list[tuple[bool, Request]] = []
+        self._outbox: list[tuple[asyncio.Queue[Token | BaseException], Token | BaseException]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="agl-engine", daemon=True)
+
+    # ------------------------------------------------------------------------------------- agl.protocols.Engine
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Prompt token ids of a chat."""
+        return self.chat.render(messages, tools)
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[dict[str, str]]]:
+        """Split an answer into its content and tool calls."""
+        return self.chat.parse(text, tools)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Token]:
+        """Sample one answer; closing the iterator takes it out of the batch before the next token."""
+        self._loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Token | BaseException] = asyncio.Queue()
+        request = Request(
+            prompt=np.array(prompt_ids, dtype=np.int64),
+            sampling=sampling,
+            random=random.Random(self._seed_of(sampling)),
+            deliver=lambda token: self._outbox.append((queue, token)),
+            stop_ids=self.policy.stop_ids,
+        )
+        with self._wake:
+            if self._failure is not None:
+                raise BackendError(f"the embedded engine has died: {self._failure!r}") from self._failure
+            self._arrived.append((sampling.frozen, request))
+            self._wake.notify()
+        try:
+            while True:
+                token = await queue.get()
+                if isinstance(token, BaseException):
+                    raise BackendError(f"the embedded engine has died: {token!r}") from token
+                yield token
+                if token.finish_reason is not None:
+                    return
+        finally:
+            request.cancelled = True
+
+    # -------------------------------------------------------------------------------------------------- life
+
+    def start(self) -> None:
+        """Start the decoding thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the decoding thread; waiting requests fail."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    def refresh(self, version: int) -> None:
+        """The weights have changed: forget every key and value that the old ones made."""
+        with self.policy.lock:
+            self.version = version
+            for scheduler in self._schedulers.values():
+                scheduler.slots.forget()
+
+    def counters(self) -> dict[str, int]:
+        """Tokens of prompts, of prompts that were reused, and sampled, since the start."""
+        names = ("prompt_tokens", "reused_tokens", "sampled_tokens")
+        return {name: sum(getattr(s, name) for s in self._schedulers.values()) for name in names}
+
+    def _seed_of(self, sampling: Sampling) -> int:
+        """A seed that depends on who asks, not on when: runs repeat although requests arrive in any order."""
+        if sampling.seed is not None:
+            return sampling.seed
+        who = sampling.labels.get("rollout", "")
+        self._asked[who] = self._asked.get(who, -1) + 1
+        return zlib.crc32(f"{self._seed}/{who}/{self._asked[who]}".encode())
+
+    def _work(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._receive():
+                    with self.policy.lock:
+                        self._step()
+                    self._flush()
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._fail(BackendError("the engine was stopped"))
+
+    def _receive(self) -> bool:
+        """Take new requests; sleep when there is nothing to do. False once stopped."""
+        with self._wake:
+            while not self._arrived and not self._stopped and all(s.idle for s in self._schedulers.values()):
+                self._wake.wait()
+            for frozen, request in self._arrived:
+                if frozen not in self._schedulers:
+                    model = self.policy.frozen_model if frozen else self.policy.model
+                    self._schedulers[frozen] = Scheduler(model, self._slots, lambda: self.version)
+                self._schedulers[frozen].waiting.append(request)
+            self._arrived.clear()
+            return not self._stopped
+
+    def _step(self) -> None:
+        for frozen, scheduler in self._schedulers.items():
+            if not scheduler.idle:
+                context: AbstractContextManager[Any] = self.policy.frozen() if frozen else nullcontext()
+                with context, self.policy.autocast():
+                    scheduler.step()
+
+    def _flush(self) -> None:
+        """Hand over a whole step's tokens in one jump between threads."""
+        if self._outbox and self._loop is not None:
+            tokens, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(_put_all, tokens)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._wake:
+            self._failure = error
+            requests = [request for _, request in self._arrived]
+        for scheduler in self._schedulers.values():
+            requests += [*scheduler.waiting, *scheduler.active]
+        for request in requests:
+            request.deliver(error)  # pyright: ignore[reportArgumentType]
+        if self._loop is not None and not self._loop.is_closed():
+            self._flush()
+
+
+def _put_all(tokens: list[tuple[asyncio.Queue[Token | BaseException], Token | BaseException]]) -> None:
+    for queue, token in tokens:
+        queue.put_nowait(token)

@@ -1,0 +1,1 @@
+"""From rows to tensors: what one optimiser step sees."""

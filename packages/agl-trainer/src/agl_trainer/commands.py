@@ -1,0 +1,102 @@
+"""``agl train`` and ``agl eval``: a run described by a TOML file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from agl.errors import ConfigError
+from agl.plugins import nearest
+from agl.runner import load_agent
+
+FILE_KEYS = ("agent", "tasks", "eval_tasks", "warmup")
+WARMUP_KEYS = ("demonstrate", "tasks", "steps", "batch", "learning_rate")
+
+
+def train(config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")]) -> None:
+    """Train the agent that a configuration file describes."""
+    result = trainer_from(config).fit()
+    typer.echo(f"run: {result.folder}\nmodel: {result.model}")
+    if result.gain is not None:
+        typer.echo(f"held-out gain: {result.gain}")
+
+
+def evaluate(
+    config: Annotated[Path, typer.Argument(help="The same TOML file.")],
+    model: Annotated[str | None, typer.Option(help="Evaluate this model instead, such as runs/.../model.")] = None,
+) -> None:
+    """Evaluate a model on the held-out tasks of a configuration file; nothing is trained."""
+    trainer = trainer_from(config, **({"model": model, "lora_rank": 0} if model else {}))
+    if not trainer.eval_tasks:
+        raise ConfigError(f"{config}: eval_tasks is missing, so there is nothing to evaluate on")
+    with trainer.session as session:
+        evaluation = session.evaluate("evaluation", trainer.eval_tasks)
+    assert evaluation is not None
+    typer.echo(f"reward {evaluation.reward} on {len(evaluation.scores)} tasks, {evaluation.unscored} unscored")
+    for name, value in evaluation.parts.items():
+        typer.echo(f"  {name}: {value:.3f}")
+
+
+def trainer_from(path: Path, **overrides: Any) -> Any:
+    """A trainer from a file; paths in it are relative to the file.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong; an unknown key comes with the nearest known one.
+    """
+    from agl_trainer.config import TrainConfig
+    from agl_trainer.loop import Trainer
+
+    try:
+        settings = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file {str(path)!r}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    known = [*FILE_KEYS, *TrainConfig.model_fields]
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown setting {key!r}{nearest(key, known)}")
+    for key in ("agent", "tasks", "model"):
+        if key not in settings | overrides:
+            raise ConfigError(f"{path}: setting {key!r} is missing")
+    folder = path.parent.resolve()
+    for place in (os.getcwd(), str(folder)):
+        if place not in sys.path:
+            sys.path.insert(0, place)
+    agent = _function(settings.pop("agent"), folder)
+    tasks = folder / settings.pop("tasks")
+    held_out = settings.pop("eval_tasks", None)
+    return Trainer(
+        agent,
+        tasks,
+        eval_tasks=folder / held_out if held_out else None,
+        warmup=_warmup(settings.pop("warmup", None), folder),
+        **(settings | overrides),
+    )
+
+
+def _function(path: str, folder: Path) -> Any:
+    where, _, name = path.rpartition(":")
+    if where.endswith(".py"):
+        where = str(folder / where)
+    return load_agent(f"{where}:{name}")
+
+
+def _warmup(table: dict[str, Any] | None, folder: Path) -> Any:
+    if table is None:
+        return None
+    from agl_trainer.tasks import read_tasks
+    from agl_trainer.warmup import Warmup
+
+    for key in table:
+        if key not in WARMUP_KEYS:
+            raise ConfigError(f"unknown setting 'warmup.{key}'{nearest(key, WARMUP_KEYS)}")
+    if "demonstrate" not in table:
+        raise ConfigError("setting 'warmup.demonstrate' is missing")
+    if "tasks" in table:
+        table["tasks"] = [task.data for task in read_tasks(folder / table["tasks"])]
+    return Warmup(**{**table, "demonstrate": _function(table["demonstrate"], folder)})

@@ -1,0 +1,97 @@
+"""Logprobs of the sampled tokens, and of nothing else: the logits of a whole batch never exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from agl.errors import ConfigError
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 512
+"""Sampled tokens whose logits exist at one time."""
+
+
+class LogprobModel(nn.Module):
+    """A causal language model that returns logprobs of given tokens at given places.
+
+    It is a module of its own so that data-parallel wrappers see one forward call.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        refuse_unsupported(plain.config)
+        # Kept out of the module tree: they are parts of `model`.
+        object.__setattr__(self, "_decoder", plain.get_decoder())
+        object.__setattr__(self, "_head", plain.get_output_embeddings())
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        segments: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logprobs ``[N]`` of ``targets``, each from the state at its ``source``; see `agl_trainer.batch.pack`."""
+        hidden = self._decoder(
+            input_ids=token_ids,
+            position_ids=position_ids,
+            attention_mask=block_causal_mask(segments),
+            use_cache=False,
+        ).last_hidden_state
+        states = hidden.reshape(-1, hidden.shape[-1])[sources]
+        return selected_logprobs(self._head, states, targets, temperatures)
+
+
+def block_causal_mask(segments: torch.Tensor) -> torch.Tensor:
+    """``[B, 1, L, L]``: a token sees itself and earlier tokens of its own segment."""
+    length = segments.shape[1]
+    same = segments[:, :, None] == segments[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    # Padding is a segment of its own; it sees itself, so that no line of the softmax is empty.
+    return (same & causal)[:, None]
+
+
+def selected_logprobs(
+    head: nn.Module, states: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+) -> torch.Tensor:
+    """``log softmax(head(state) / temperature)[target]``, chunk by chunk, forward and backward.
+
+    Args:
+        head: hidden size to vocabulary.
+        states: ``[N, H]``.
+        targets: ``[N]`` token ids.
+        temperatures: ``[N]``.
+    """
+    parts = [
+        checkpoint(_chunk, head, *chunk, use_reentrant=False)
+        for chunk in zip(states.split(CHUNK), targets.split(CHUNK), temperatures.split(CHUNK), strict=True)
+    ]
+    return torch.cat(parts) if parts else states.new_zeros(0)
+
+
+def _chunk(head: nn.Module, states: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    logits = head(states)
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    logits = logits / temperatures.to(logits.dtype)[:, None]
+    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Refuse models that transform their logits after the head: we would compute other logprobs than they do.
+
+    Raises:
+        ConfigError: it names the setting.
+    """
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"models with {name!r} are not supported ({config.model_type!r}): their logits are changed after the "
+                "head, and the trainer would learn from other probabilities than the model samples with"
+            )

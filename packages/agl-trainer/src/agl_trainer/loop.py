@@ -1,0 +1,137 @@
+"""The training loop, from top to bottom: tasks, rollouts, transitions, credit, advantages, rows, step, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agl import plugins
+from agl.errors import CaptureError
+from agl.protocols import AgentFunction, Algorithm
+from agl.records import Rollout
+
+from agl_trainer.algorithms.sft import SFT
+from agl_trainer.batch.build import advantages, count, credited, train_rows
+from agl_trainer.batch.pack import micro_batches
+from agl_trainer.config import TrainConfig
+from agl_trainer.session import Result, Session
+from agl_trainer.tasks import epochs, read_tasks
+from agl_trainer.warmup import Warmup
+
+EMPTY_STEPS = 5
+"""Steps in a row in which every group's rewards were all equal, after which training stops with the reason."""
+
+Tasks = str | Path | Sequence[Mapping[str, Any]]
+
+
+class Trainer:
+    """Trains the model inside an agent.
+
+    ``Trainer(answer, tasks, model="Qwen/Qwen2.5-1.5B-Instruct", optimize=["writer"]).fit()``, or, to own the loop,
+    ``for batch in trainer.batches(): trainer.step(batch)``.
+    """
+
+    def __init__(
+        self,
+        agent: AgentFunction,
+        tasks: Tasks,
+        *,
+        eval_tasks: Tasks | None = None,
+        warmup: Warmup | None = None,
+        **settings: Any,
+    ) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Args:
+            agent: ``agent(task, llm) -> reward``, synchronous or not; a number, named parts, or None for unscored.
+            tasks: mappings, or a JSONL file of them.
+            eval_tasks: held-out tasks, evaluated before, during and after.
+            warmup: imitate a teacher first.
+            settings: see `agl_trainer.config.TrainConfig`.
+
+        Raises:
+            UsageError: an unknown or bad setting, no tasks, an unknown algorithm or backend.
+        """
+        self.config = TrainConfig.of(**settings)
+        self.tasks = read_tasks(tasks)
+        self.eval_tasks = read_tasks(eval_tasks) if eval_tasks is not None else []
+        self.warmup = warmup
+        self.algorithm: Algorithm = plugins.algorithms().find(self.config.algorithm)(self.config)
+        self.session = Session(agent, self.config)
+        self.folder = self.session.folder
+        self.steps = 0
+        self._empty_steps = 0
+
+    def fit(self) -> Result:
+        """Evaluate, warm up, train, evaluate, save."""
+        with self.session as session:
+            session.evaluate("before", self.eval_tasks)
+            if self.warmup is not None:
+                self.warm_up(self.warmup)
+                session.evaluate("after warm-up", self.eval_tasks)
+            for batch in self.batches():
+                self.step(batch)
+                if self.config.eval_every and self.steps % self.config.eval_every == 0 < self.config.steps - self.steps:
+                    session.evaluate(f"after step {self.steps}", self.eval_tasks)
+            session.evaluate("after", self.eval_tasks)
+            return session.result()
+
+    def batches(self) -> Iterator[list[Rollout]]:
+        """Scored rollouts for each step: ``tasks_per_step`` groups of ``group_size``, by the present policy."""
+        config = self.config
+        with self.session as session:
+            draw = epochs(self.tasks, config.seed)
+            while self.steps < config.steps:
+                tasks = list(islice(draw, config.tasks_per_step))
+                yield session.rollouts(f"step{self.steps:05d}", tasks, config.group_size)
+
+    def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """One training step on scored rollouts; returns its metrics."""
+        config, session = self.config, self.session
+        scored = credited(rollouts, session.selection)
+        gains = advantages(scored, self.algorithm, config.baseline)
+        rows = train_rows(scored, gains, config.aggregation, config.max_length, keep_zero=config.kl_coef > 0)
+        metrics = count(rollouts, scored)
+        if rows:
+            metrics |= self._learn(list(micro_batches(rows, config.micro_batch_tokens)), self.algorithm, config.epochs)
+        self._empty_steps = 0 if rows else self._empty_steps + 1
+        if self._empty_steps >= EMPTY_STEPS:
+            raise CaptureError(
+                f"in {EMPTY_STEPS} steps in a row the rewards inside every group were all equal (mean reward "
+                f"{metrics['reward']:.3f}): there is nothing to learn from. Use easier or harder tasks, a denser "
+                "reward, a warm-up, or a larger group_size"
+            )
+        self.steps += 1
+        if self.steps == min(3, config.steps):
+            session.selection.check(session.agents_seen)
+        session.report(self.steps, metrics)
+        return metrics
+
+    def warm_up(self, warmup: Warmup) -> None:
+        """Supervised steps on demonstrated rollouts, with an optimiser of their own."""
+        session, config = self.session, self.config
+        tasks = read_tasks(warmup.tasks) if warmup.tasks is not None else self.tasks
+        chosen = list(islice(epochs(tasks, config.seed), warmup.steps * warmup.batch))
+        scored = credited(session.demonstrations(chosen, warmup), session.selection)
+        with session.warm_up_optimizer(warmup.learning_rate or config.learning_rate):
+            for start in range(0, len(scored), warmup.batch):
+                part = scored[start : start + warmup.batch]
+                ones = [[1.0] * len(item.transitions) for item in part]
+                rows = train_rows(part, ones, "token", config.max_length, keep_zero=True)
+                metrics = self._learn(list(micro_batches(rows, config.micro_batch_tokens)), SFT(), 1)
+                session.report(start // warmup.batch + 1 - warmup.steps, metrics, "warm-up")
+
+    def _learn(self, batches: Sequence[Any], algorithm: Algorithm, passes: int) -> dict[str, float]:
+        """Optimiser steps on one batch, then the new weights go to the backend under the next version."""
+        policy = self.session.policy
+        metrics: dict[str, float] = {}
+        with self.session.new_weights():
+            # One pass needs no extra forward: the first logprobs are the old ones.
+            old = [policy.logprobs(batch) for batch in batches] if passes > 1 else None
+            for _ in range(passes):
+                metrics = policy.update(batches, algorithm, old)
+        metrics["rows"] = float(sum(int(batch.segments.amax(1).sum()) for batch in batches))
+        metrics["tokens_computed"] = float(sum(batch.token_ids.numel() for batch in batches))
+        return metrics

@@ -1,0 +1,50 @@
+"""What a person sees while it runs: a live bar on a terminal, otherwise a plain line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+PLAIN_SECONDS = 10.0
+
+
+class Progress:
+    """Counts finished rollouts of one phase. ``with Progress("step 3") as progress: progress(5, 64)``."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._bar: Any = None
+        self._started = self._spoke = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._bar.add_task(self.what, total=None)
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report; said aloud even when nothing moves, so that a log never goes silent."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+        elif time.monotonic() - self._spoke >= PLAIN_SECONDS:
+            self._spoke = time.monotonic()
+            say(f"{self.what}: {done} of {total} rollouts after {self._spoke - self._started:.0f} s")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def say(text: str) -> None:
+    """One line for people."""
+    print(f"agl: {text}", file=sys.stderr, flush=True)

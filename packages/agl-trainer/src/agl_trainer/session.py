@@ -1,0 +1,247 @@
+"""One run: its policy, backend, services and folder, and what the loop asks of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from agl import endpoint, plugins
+from agl.errors import BackendError, CaptureError
+from agl.protocols import AgentFunction, Backend
+from agl.records import Mode, Rollout, Row, Task
+from agl.selection import Selection
+
+from agl_trainer import card
+from agl_trainer.batch.build import score
+from agl_trainer.batch.pack import TrainRow, micro_batches
+from agl_trainer.config import TrainConfig
+from agl_trainer.evaluate import Evaluation, Interval
+from agl_trainer.policy import Policy
+from agl_trainer.progress import Progress, say
+from agl_trainer.services import Services
+from agl_trainer.warmup import Demonstrator, Warmup
+
+CANARY_TEXT = "The quick brown fox jumps over the lazy dog, and then"
+CANARY_TOKENS = 8
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+"""Mean absolute difference of logprobs between engine and trainer that rounding may cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to."""
+
+    folder: Path
+    model: Path
+    """A ``from_pretrained`` directory, or a PEFT adapter."""
+    evaluations: Mapping[str, Evaluation]
+
+    @property
+    def gain(self) -> Interval | None:
+        """Held-out gain of reinforcement learning: after, minus before it began (after the warm-up)."""
+        if "after" not in self.evaluations:
+            return None
+        return self.evaluations["after"].gain_over(self.evaluations.get("after warm-up") or self.evaluations["before"])
+
+
+class Session:
+    """Entered once by the loop (entering again inside is allowed): loads, starts, and stops in the end."""
+
+    policy: Policy
+    backend: Backend
+    services: Services
+
+    def __init__(self, agent: AgentFunction, config: TrainConfig) -> None:
+        self.agent = agent
+        self.config = config
+        self.selection = Selection(config.optimize)
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        self.folder = Path(config.output_dir) / f"{stamp}-seed{config.seed}"
+        self.agents_seen: set[str] = set()
+        self.evaluations: dict[str, Evaluation] = {}
+        self._make_backend = plugins.backends().find(config.backend)
+        self._depth = 0
+        self._step = 0
+        self._since = 0.0
+
+    def __enter__(self) -> Session:
+        self._depth += 1
+        if self._depth == 1:
+            self.folder.mkdir(parents=True)
+            say(f"this run is kept in {self.folder}")
+            self.policy = Policy(self.config, self.folder)
+            self.backend = self._make_backend(self.policy, self.config)
+            self.services = Services(self.agent, self.config, self.backend, self.folder)
+            try:
+                self.services.start()
+                self.services.serve(self.policy.version)
+                self._canary()
+            except BaseException:
+                self.services.close()
+                raise
+            self.policy.start_trackers(self.folder.name)
+            plugins.manager().hook.agl_train_start(trainer=self)
+            self._since = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            try:
+                plugins.manager().hook.agl_train_end(trainer=self)
+            finally:
+                self.policy.close()
+                self.services.close()
+
+    # ----------------------------------------------------------------------------------------------- rollouts
+
+    def rollouts(self, batch: str, tasks: Sequence[Task], samples: int, mode: Mode = "train") -> list[Rollout]:
+        """Run the agent ``samples`` times on every task and score what it did."""
+        evaluating = mode == "eval" and self.config.eval_temperature is not None
+        temperature = self.config.eval_temperature if evaluating else self.config.temperature
+        # Only the temperature shapes the distribution: the trainer computes logprobs for nothing else.
+        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        prefix = f"{self.folder.name}." if self.config.server_url else ""  # a shared server serves several runs
+        wanted = [
+            Rollout(
+                id=f"{prefix}{batch}-{place}-{sample}",
+                task=task,
+                batch=prefix + batch,
+                mode=mode,
+                optimize=self.selection.patterns,
+                sampling=sampling,
+                max_attempts=self.config.max_attempts,
+            )
+            for place, task in enumerate(tasks)
+            for sample in range(samples)
+        ]
+        with Progress(batch) as progress:
+            ended = self.services.collect(wanted, progress)
+        self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
+        return [self.services.run(score(rollout, self.config.signal_weight)) for rollout in ended]
+
+    def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Rollout]:
+        """Run the agent while the teacher answers its calls."""
+        by_rollout = {f"demo-{place}-0": task for place, task in enumerate(tasks)}
+        engine = Demonstrator(self.policy.tokenizer, self.config.max_length, warmup, by_rollout)
+        teacher = endpoint.serve(endpoint.create_app(engine))
+        upstream = self.services.run(teacher.__aenter__())
+        try:
+            self.services.serve(self.policy.version, upstream)
+            return self.rollouts("demo", tasks, 1, "demo")
+        finally:
+            self.services.serve(self.policy.version)
+            self.services.run(teacher.__aexit__(None, None, None))
+
+    def evaluate(self, name: str, tasks: Sequence[Task]) -> Evaluation | None:
+        """Run the agent on held-out tasks; they are never trained on. None when there are no tasks.
+
+        Raises:
+            CaptureError: not one rollout could be scored.
+        """
+        if not tasks:
+            return None
+        ended = self.rollouts(f"eval{len(self.evaluations)}", tasks, self.config.eval_samples, "eval")
+        scored = [(rollout.task.id, rollout.returned) for rollout in ended if rollout.returned is not None]
+        if not scored:
+            errors = {rollout.error or f"outcome {rollout.outcome}, no reward returned" for rollout in ended}
+            raise CaptureError(f"evaluation {name!r}: no rollout has a reward; for instance: {min(errors)}")
+        by_task: dict[str, list[float]] = {}
+        for task, reward in scored:
+            by_task.setdefault(task, []).append(reward.total)
+        names = sorted({part for _, reward in scored for part in reward.parts})
+        evaluation = Evaluation(
+            name=name,
+            scores={task: sum(values) / len(values) for task, values in by_task.items()},
+            parts={part: sum(reward.parts.get(part, 0.0) for _, reward in scored) / len(scored) for part in names},
+            unscored=len(ended) - len(scored),
+        )
+        self.evaluations[name] = evaluation
+        reward = evaluation.reward
+        say(f"held-out reward {name}: {reward} on {len(by_task)} tasks, {evaluation.unscored} unscored")
+        metrics = {"eval/reward": reward.mean, "eval/low": reward.low, "eval/high": reward.high}
+        metrics |= {f"eval/{part}": value for part, value in evaluation.parts.items()}
+        self._log(self._step, metrics | {"eval/unscored": float(evaluation.unscored)})
+        return evaluation
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    @contextmanager
+    def new_weights(self) -> Generator[None]:
+        """Inside, weights change; calls are held. Afterwards the backend serves them under the next version."""
+        policy = self.policy
+        self.services.serve(policy.version, state="updating")
+        before = policy.fingerprint()
+        try:
+            yield
+            if policy.fingerprint() != before:
+                policy.version += 1
+                self.services.run(self.backend.update_weights(policy.version))
+                self._canary()
+                plugins.manager().hook.agl_weights_updated(version=policy.version)
+        finally:
+            self.services.serve(policy.version)
+
+    def _canary(self) -> None:
+        """Prove that the backend samples from the trainer's present weights."""
+        prompt = self.policy.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
+        tokens = self.services.run(self.backend.probe(prompt, CANARY_TOKENS))
+        count = len(tokens)
+        row = Row(
+            rollout="canary",
+            agent="canary",
+            token_ids=(*prompt, *(token.id for token in tokens)),
+            sampled=(False,) * len(prompt) + (True,) * count,
+            logprobs=(0.0,) * len(prompt) + tuple(token.logprob for token in tokens),
+            temperatures=(1.0,) * (len(prompt) + count),
+            transitions=(-1,) * len(prompt) + (0,) * count,
+        )
+        (batch,) = micro_batches([TrainRow(row, [0.0] * count, 1.0)], len(row.token_ids))
+        difference = float((self.policy.logprobs(batch) - batch.rollout_logprobs).abs().mean())
+        wrong_version = {token.version for token in tokens} != {self.policy.version}
+        if wrong_version or not difference <= CANARY_TOLERANCE[self.config.precision]:
+            raise BackendError(
+                f"the backend does not serve the trainer's weights: mean logprob difference {difference:.3g}, versions "
+                f"{sorted({token.version for token in tokens})} instead of {self.policy.version}"
+            )
+
+    @contextmanager
+    def warm_up_optimizer(self, learning_rate: float) -> Generator[None]:
+        """Inside, the policy learns with a fresh optimiser; afterwards with another fresh one."""
+        self.policy.optimizer = self.policy.new_optimizer(learning_rate)
+        yield
+        self.policy.optimizer = self.policy.new_optimizer(self.config.learning_rate)
+
+    # ------------------------------------------------------------------------------------------------ records
+
+    def report(self, step: int, metrics: dict[str, float], what: str = "step") -> None:
+        """Log a step and show it."""
+        now = time.monotonic()
+        metrics |= {"seconds": now - self._since, "version": float(self.policy.version)}
+        self._since = now
+        if self.services.server is not None:
+            metrics["server_restarts"] = float(self.services.server.restarts)
+        self._step = max(step, 0)
+        self._log(step, metrics)
+        shown = {"reward": "reward {:.3f}", "sft_loss": "loss {:.3f}", "grad_norm": "grad {:.3g}"}
+        shown |= {"unscored": "unscored {:.0f}", "degenerate_groups": "equal groups {:.0%}"}
+        parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+        say(f"{what} {step}: {', '.join(parts)}, {metrics['seconds']:.1f} s")
+        plugins.manager().hook.agl_step_end(step=step, metrics=metrics)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        plugins.manager().hook.agl_log_metrics(step=step, metrics=metrics)
+        self.policy.log(metrics, step)
+
+    def result(self) -> Result:
+        """Save the model with its card, and sum the run up."""
+        model = self.folder / "model"
+        self.policy.save(model)
+        result = Result(self.folder, model, self.evaluations)
+        card.write(model, self.config, result)
+        say(f"model saved in {model}")
+        return result
