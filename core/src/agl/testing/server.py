@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 from starlette.types import Message, Receive, Scope, Send
 
-from agl.endpoint import create_app, serve
+from agl.endpoint import create_app, serve, while_connected
 from agl.errors import RunError
 from agl.protocols import Engine, Sampling, Token
 from agl.records import Choice
@@ -155,10 +155,10 @@ class ModelServer:
         self.exchanges.append(exchange)
         fault = self.faults.popleft() if self.faults else Fault()
         try:
-            await asyncio.sleep(fault.delay)
             body = await _read(receive)
             exchange.body = _json_or_text(body)
             _exchange.set(exchange)
+            await while_connected(receive, asyncio.sleep(fault.delay))
             if fault.status is not None:
                 await _refuse(fault.status, _watch(exchange, fault, send))
             else:
