@@ -3,7 +3,8 @@
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -15,9 +16,24 @@ from agl.errors import UsageError
 from agl.testing import ByteTokenizer, ModelServer, ScriptedEngine, tool_call
 
 encode = ByteTokenizer().encode
+shared = ModelServer()
 HELLO = [{"role": "user", "content": "hi"}]
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 ALL = {"return_token_ids": True, "logprobs": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running() -> Generator[None]:
+    with shared:
+        yield
+
+
+@contextmanager
+def serving(reply: Sequence[str] | None = None, *, engine: ScriptedEngine | None = None) -> Generator[ModelServer]:
+    """The one server of these tests, with a script of its own."""
+    shared.engine = engine or ScriptedEngine(reply or ["ok"])
+    shared.exchanges.clear()
+    yield shared
 
 
 def post(server: ModelServer, headers: dict[str, str] | None = None, **body: Any) -> httpx2.Response:
@@ -47,7 +63,7 @@ def ids_of(events: Sequence[dict[str, Any]], index: int = 0) -> list[int]:
 
 
 def test_an_answer_carries_its_exact_tokens_their_logprobs_and_the_policy_version():
-    with ModelServer(["four"]) as server:
+    with serving(["four"]) as server:
         server.engine.version = 7
         answer = post(server, **ALL).json()
         choice = answer["choices"][0]
@@ -68,7 +84,7 @@ def test_an_answer_carries_its_exact_tokens_their_logprobs_and_the_policy_versio
 
 
 def test_a_stream_carries_the_same_tokens_as_a_whole_answer():
-    with ModelServer(["Grüße, 世界 🎈!"] * 2) as server:
+    with serving(["Grüße, 世界 🎈!"] * 2) as server:
         whole = post(server, **ALL).json()
         events = stream(server, **ALL, stream_options={"include_usage": True})
     choice = whole["choices"][0]
@@ -87,7 +103,7 @@ def test_a_stream_carries_the_same_tokens_as_a_whole_answer():
 
 
 def test_nothing_that_was_not_asked_for_is_sent():
-    with ModelServer(["äö"] * 2) as server:
+    with serving(["äö"] * 2) as server:
         whole = post(server).json()
         events = stream(server)
     assert "prompt_token_ids" not in whole and "token_ids" not in whole["choices"][0]
@@ -112,7 +128,7 @@ def test_every_choice_keeps_its_own_tokens_and_a_seed_of_its_own(streaming: bool
             return super().generate(prompt_ids, sampling)
 
     texts = ["one", "two two", "three"]
-    with ModelServer(engine=Engine(texts)) as server:
+    with serving(engine=Engine(texts)) as server:
         if streaming:
             events = stream(server, n=3, seed=10, **ALL)
             answers = [(text_of(events, index), ids_of(events, index)) for index in range(3)]
@@ -128,7 +144,7 @@ def test_every_choice_keeps_its_own_tokens_and_a_seed_of_its_own(streaming: bool
     ("stop", "content"), [("END", "say EN"), (["xx", "EN"], "say "), ("never", "say ENENDING"), ("", "say ENENDING")]
 )
 def test_a_stop_string_cuts_the_content_but_not_the_tokens(streaming: bool, stop: Any, content: str):
-    with ModelServer(["say ENENDING"]) as server:
+    with serving(["say ENENDING"]) as server:
         if streaming:
             events = stream(server, stop=stop, **ALL)
             text, tokens, last = text_of(events), ids_of(events), deltas(events)[-1]
@@ -144,7 +160,7 @@ def test_a_stop_string_cuts_the_content_but_not_the_tokens(streaming: bool, stop
 
 
 def test_max_tokens_cuts_the_answer_and_says_so():
-    with ModelServer(["äöü"] * 2) as server:
+    with serving(["äöü"] * 2) as server:
         choice = post(server, max_tokens=3, **ALL).json()["choices"][0]
         events = stream(server, max_completion_tokens=3, **ALL)
     assert choice["finish_reason"] == deltas(events)[-1]["finish_reason"] == "length"
@@ -155,7 +171,7 @@ def test_max_tokens_cuts_the_answer_and_says_so():
 @pytest.mark.parametrize("streaming", [False, True])
 def test_tool_calls_are_parsed_and_keep_their_tokens(streaming: bool):
     text = "Let me look." + tool_call("search", query="größe") + tool_call("search", query="b")
-    with ModelServer([text]) as server:
+    with serving([text]) as server:
         if streaming:
             events = stream(server, tools=[SEARCH], **ALL)
             last = deltas(events)[-1]
@@ -174,7 +190,7 @@ def test_tool_calls_are_parsed_and_keep_their_tokens(streaming: bool):
 
 def test_without_tools_or_with_tool_choice_none_the_text_is_left_alone():
     text = tool_call("search", query="a")
-    with ModelServer([text] * 2) as server:
+    with serving([text] * 2) as server:
         assert post(server).json()["choices"][0]["message"]["content"] == text
         answer = post(server, tools=[SEARCH], tool_choice="none", return_token_ids=True).json()
         assert answer["choices"][0]["message"]["content"] == text
@@ -184,7 +200,7 @@ def test_without_tools_or_with_tool_choice_none_the_text_is_left_alone():
 def test_a_named_tool_is_the_only_one_that_the_model_sees():
     other = {"type": "function", "function": {"name": "other"}}
     choice = {"type": "function", "function": {"name": "search"}}
-    with ModelServer([tool_call("search")]) as server:
+    with serving([tool_call("search")]) as server:
         answer = post(server, tools=[other, SEARCH], tool_choice=choice, return_token_ids=True).json()
         assert answer["prompt_token_ids"] == server.engine.render(HELLO, [SEARCH])
         assert answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -206,7 +222,7 @@ def test_messages_reach_the_template_in_its_own_form():
         {"role": "assistant", "content": None, "tool_calls": [call, broken], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "found"},
     ]
-    with ModelServer(engine=Engine()) as server:
+    with serving(engine=Engine()) as server:
         assert post(server, messages=messages).status_code == 200
     assert seen[0] == {"role": "system", "content": "be brief"}
     assert seen[1] == {"role": "user", "content": "a\nb"}
@@ -217,7 +233,7 @@ def test_messages_reach_the_template_in_its_own_form():
 
 def test_a_second_turn_extends_the_first_token_by_token():
     text = "look: " + tool_call("search", query="x")
-    with ModelServer([text, "done"]) as server:
+    with serving([text, "done"]) as server:
         first = post(server, tools=[SEARCH], **ALL).json()
         choice = first["choices"][0]
         messages = [*HELLO, choice["message"], {"role": "tool", "tool_call_id": "1", "content": "42"}]
@@ -234,7 +250,7 @@ def test_the_caller_is_passed_to_the_engine_and_frozen_means_frozen():
             seen.append(sampling)
             return super().generate(prompt_ids, sampling)
 
-    with ModelServer(engine=Engine(max_length=500)) as server:
+    with serving(engine=Engine(max_length=500)) as server:
         headers = {"x-agl-rollout": "r1", "x-agl-agent": "%C3%A4 writer", "x-request-id": "abc"}
         answer = post(server, headers, model="frozen", temperature=0.5, top_p=0.9, top_k=-1, stop=["."]).json()
         post(server, model="policy", top_k=5)
@@ -247,14 +263,14 @@ def test_the_caller_is_passed_to_the_engine_and_frozen_means_frozen():
 
 
 def test_models_and_health_answer():
-    with ModelServer() as server:
+    with serving() as server:
         models = httpx2.get(f"{server.url}/v1/models").json()["data"]
         assert [model["id"] for model in models] == ["policy", "frozen"]
         assert httpx2.get(f"{server.url}/health").status_code == 200
 
 
 def test_the_openai_client_is_content_with_it():
-    with ModelServer(["hello", tool_call("search", q=1)]) as server:
+    with serving(["hello", tool_call("search", q=1)]) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         assert client.chat.completions.create(model="policy", messages=HELLO).choices[0].message.content == "hello"
         with client.chat.completions.stream(model="policy", messages=HELLO, tools=[SEARCH]) as events:  # pyright: ignore
@@ -288,7 +304,7 @@ def test_the_openai_client_is_content_with_it():
     ],
 )
 def test_a_bad_body_is_refused_and_the_field_is_named(field: str, body: dict[str, Any]):
-    with ModelServer() as server:
+    with serving() as server:
         answer = post(server, **body)
     error = answer.json()["error"]
     assert answer.status_code == 400
@@ -298,19 +314,19 @@ def test_a_bad_body_is_refused_and_the_field_is_named(field: str, body: dict[str
 
 
 def test_what_changes_nothing_is_accepted():
-    with ModelServer() as server:
+    with serving() as server:
         body = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "user": "me", "metadata": {}}
         assert post(server, **body, response_format={"type": "json_object"}).status_code == 200
 
 
 def test_text_that_is_no_json_is_refused():
-    with ModelServer() as server:
+    with serving() as server:
         answer = httpx2.post(f"{server.url}/v1/chat/completions", content=b"{nope")
     assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers():
-    with ModelServer(engine=ScriptedEngine(max_length=100)) as server:
+    with serving(engine=ScriptedEngine(max_length=100)) as server:
         prompt = len(server.engine.render(HELLO, None))
         error = post(server, max_tokens=90).json()["error"]
         assert error["code"] == "context_length_exceeded" and error["param"] == "max_tokens"
@@ -320,7 +336,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers():
 
 
 def test_an_unknown_model_and_an_unknown_path_are_404_in_openai_form():
-    with ModelServer() as server:
+    with serving() as server:
         answer = post(server, model="gpt-4o")
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
         assert "'policy'" in answer.json()["error"]["message"]
@@ -333,7 +349,7 @@ def test_messages_that_the_template_refuses_are_the_callers_fault():
         def render(self, messages: Any, tools: Any) -> list[int]:
             raise UsageError("roles must alternate")
 
-    with ModelServer(engine=Engine()) as server:
+    with serving(engine=Engine()) as server:
         answer = post(server)
     assert answer.status_code == 400 and answer.json()["error"]["message"] == "roles must alternate"
 
@@ -356,7 +372,7 @@ class FailingEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_engine_that_fails_at_once_is_a_500_with_the_reason(streaming: bool):
-    with ModelServer(engine=FailingEngine()) as server:
+    with serving(engine=FailingEngine()) as server:
         answer = post(server, stream=streaming)
     assert answer.status_code == 500
     assert "the weights are gone" in answer.json()["error"]["message"]
@@ -365,7 +381,7 @@ def test_an_engine_that_fails_at_once_is_a_500_with_the_reason(streaming: bool):
 def test_an_engine_that_fails_in_mid_stream_says_so_in_the_stream():
     engine = FailingEngine(["abcdef"])
     engine.good = 3
-    with ModelServer(engine=engine) as server:
+    with serving(engine=engine) as server:
         events = stream(server)
     assert text_of(events[:-1]) == "abc"
     assert events[-1]["error"]["type"] == "server_error"
@@ -376,14 +392,14 @@ def test_one_choice_that_fails_ends_the_others():
         def generate(self, prompt_ids: Any, sampling: Any) -> Any:
             return (FailingEngine() if sampling.seed == 1 else super()).generate(prompt_ids, sampling)
 
-    with ModelServer(engine=Engine(["x" * 1000] * 3, token_delay=0.01)) as server:
+    with serving(engine=Engine(["x" * 1000] * 3, token_delay=0.01)) as server:
         assert post(server, n=3, seed=0).status_code == 500
         assert server.engine.running == 0 and server.engine.aborted == 2
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_client_that_leaves_ends_the_generation_at_once(streaming: bool):
-    async with ModelServer(engine=ScriptedEngine(["x" * 1000] * 2, token_delay=0.5)) as server:
+    with serving(engine=ScriptedEngine(["x" * 1000] * 2, token_delay=0.5)) as server:
         body = {"messages": HELLO, "stream": streaming, "n": 2}
         async with httpx2.AsyncClient(timeout=None) as client:
             asking = asyncio.create_task(client.post(f"{server.url}/v1/chat/completions", json=body))

@@ -193,8 +193,15 @@ class AdapterContract:
         """The gateway, one for all situations."""
         yield from start_lightning(tmp_path_factory.mktemp("lightning"))
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls) -> Generator[ModelServer]:
+        """The model server, with another script for each situation."""
+        with ModelServer() as server:
+            yield server
+
     @pytest.fixture
-    def stage(self, lightning: Lightning) -> Callable[..., list[Played]]:
+    def stage(self, lightning: Lightning, server: ModelServer) -> Callable[..., list[Played]]:
         """Plays a situation."""
 
         def play_situation(
@@ -211,9 +218,9 @@ class AdapterContract:
             def agent(task: Mapping[str, Any], llm: LLM) -> Any:
                 return self.run(situation, llm)
 
-            engine = ScriptedEngine(reply or say, token_delay=token_delay)
-            with ModelServer(engine=engine, faults=faults) as server:
-                return asyncio.run(play(agent, lightning, server, **options))
+            server.engine = ScriptedEngine(reply or say, token_delay=token_delay)
+            server.faults.extend(faults)
+            return asyncio.run(play(agent, lightning, server, **options))
 
         return play_situation
 

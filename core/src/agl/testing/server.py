@@ -85,13 +85,14 @@ class ModelServer:
             model: name of the policy.
         """
         self.engine: Any = engine or (ScriptedEngine() if reply is None else ScriptedEngine(reply))
+        """What generates; put another one here at any time."""
         self.faults = deque(faults)
         """What goes wrong with the next chat requests, one each; append to it at any time."""
         self.exchanges: list[Exchange] = []
         """Every chat request, in the order of arrival."""
         self.url = ""
         """Base URL, without ``/v1``."""
-        self._app = create_app(_Recording(self.engine), model=model)
+        self._app = create_app(cast(Engine, _Recording(self)), model=model)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -171,16 +172,24 @@ _exchange: contextvars.ContextVar[Exchange] = contextvars.ContextVar("agl_testin
 
 
 class _Recording:
-    """The engine, with everything that it samples written into the exchange at hand."""
+    """The server's engine, with everything that it samples written into the exchange at hand."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.tokenizer = engine.tokenizer
-        self.max_length = engine.max_length
-        self.parse = engine.parse
+    def __init__(self, server: ModelServer) -> None:
+        self._server = server
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._server.engine.tokenizer
+
+    @property
+    def max_length(self) -> int:
+        return self._server.engine.max_length
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[dict[str, str]]]:
+        return self._server.engine.parse(text, tools)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        ids = self._engine.render(messages, tools)
+        ids = self._server.engine.render(messages, tools)
         _exchange.get().prompt_ids = tuple(ids)
         return ids
 
@@ -192,7 +201,7 @@ class _Recording:
     async def _sample(
         self, prompt_ids: Sequence[int], sampling: Sampling, sampled: list[Token]
     ) -> AsyncGenerator[Token]:
-        tokens = cast("AsyncGenerator[Token]", self._engine.generate(prompt_ids, sampling))
+        tokens = cast("AsyncGenerator[Token]", self._server.engine.generate(prompt_ids, sampling))
         async with aclosing(tokens):
             async for token in tokens:
                 sampled.append(token)
