@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 SQL_TOKENS = 96
 """Longest answer of writer and rewriter; nine of ten gold queries of Spider have at most 69 tokens of SmolLM2."""
-VERDICT_TOKENS = 4
-"""Longest answer of the checker: CORRECT and WRONG are two tokens each."""
+VERDICT_TOKENS = 8
+"""Longest answer of the checker, whose CORRECT and WRONG are two tokens each."""
 MAX_REWRITES = 1
 """How often a query is rewritten before the agent answers with what it has."""
 
@@ -48,7 +48,7 @@ CHECKER = TASK + TRIED + "Does the query answer the question? Say CORRECT or WRO
 REWRITER = TASK + TRIED + "The query is wrong. Write a better one."
 
 
-class State(TypedDict, total=False):
+class State(TypedDict):
     """What the nodes hand on."""
 
     question: str
@@ -74,17 +74,17 @@ def build_graph(
 
     write, check, rewrite = role(WRITER, writer), role(CHECKER, checker), role(REWRITER, rewriter)
 
-    def write_query(state: State) -> State:
+    def write_query(state: State) -> dict[str, Any]:
         return {"sql": find_query(write.invoke(state)), "rewrites": 0}
 
-    def run_query(state: State) -> State:
+    def run_query(state: State) -> dict[str, Any]:
         result = execute(database, state["sql"])
         return {"result": result.describe(), "failed": result.error is not None}
 
-    def check_query(state: State) -> State:
+    def check_query(state: State) -> dict[str, Any]:
         return {"wrong": "WRONG" in check.invoke(state).upper()}
 
-    def rewrite_query(state: State) -> State:
+    def rewrite_query(state: State) -> dict[str, Any]:
         return {"sql": find_query(rewrite.invoke(state)), "rewrites": state["rewrites"] + 1}
 
     def after_execute(state: State) -> str:
@@ -113,9 +113,9 @@ def answer(task: Mapping[str, Any], llm: agl.LLM) -> dict[str, float]:
     database = database_path(task["db_id"])
     model = llm.openai()
     graph = build_graph(
-        writer=ChatOpenAI(**model, max_tokens=SQL_TOKENS),
-        checker=ChatOpenAI(**model, max_tokens=VERDICT_TOKENS),
-        rewriter=ChatOpenAI(**model, max_tokens=SQL_TOKENS),
+        writer=ChatOpenAI(**model, max_completion_tokens=SQL_TOKENS),
+        checker=ChatOpenAI(**model, max_completion_tokens=VERDICT_TOKENS),
+        rewriter=ChatOpenAI(**model, max_completion_tokens=SQL_TOKENS),
         database=database,
     )
     state = graph.invoke(

@@ -21,7 +21,7 @@ from text_to_sql.reward import execution_match
 from text_to_sql.schema import read_tables
 from text_to_sql.sqltext import tidy
 
-MISTAKES = 0.25
+MISTAKES = 0.1
 """The share of tasks whose writer is handed a mistake."""
 
 TRIED = re.compile(r"\nQuery: (.*?)\nResult: ", re.DOTALL)
