@@ -30,12 +30,12 @@ def agl_register_commands(register: Register) -> None:
 
 @hookspec
 def agl_register_algorithms(register: Register) -> None:
-    """Register algorithms: ``register("name", algorithm)``; see `agl.protocols.Algorithm`."""
+    """Register algorithms: ``register("name", factory)``, given the settings; see `agl.protocols.Algorithm`."""
 
 
 @hookspec
 def agl_register_backends(register: Register) -> None:
-    """Register backends: ``register("name", factory)``; see `agl.protocols.Backend`."""
+    """Register backends: ``register("name", factory)``, given policy and settings; see `agl.protocols.Backend`."""
 
 
 @hookspec
@@ -53,7 +53,7 @@ def agl_register_runners(register: Register) -> None:
 
 @hookspec
 def agl_instrument() -> Callable[[], None] | None:
-    """Report a framework's steps to `agl.scope` from now on; return how to stop. Called once in a process that runs agents."""
+    """Report a framework's steps to `agl.scope` from now on; return how to stop. Called once per process of agents."""
 
 
 @hookspec(firstresult=True)
@@ -100,13 +100,13 @@ def agl_weights_updated(version: int) -> None:
 
 
 @hookspec
-def agl_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """A training step is done."""
+def agl_log_metrics(step: int, metrics: Mapping[str, float]) -> None:
+    """Keep or show these metrics. The default writes the local log."""
 
 
 @hookspec
-def agl_log_metrics(step: int, metrics: Mapping[str, float]) -> None:
-    """Keep or show these metrics. The default writes the local log."""
+def agl_step_end(step: int, metrics: Mapping[str, float]) -> None:
+    """A training step is done."""
 
 
 @hookspec
