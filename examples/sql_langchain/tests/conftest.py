@@ -1,6 +1,5 @@
 """Fixtures: the example on the import path, a small database, the shared Spider data."""
 
-import os
 import shutil
 import sqlite3
 import sys
@@ -9,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(EXAMPLE))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-@pytest.fixture(scope="session")
-def spider() -> Path:
-    """The shared Spider folder."""
-    folder = Path(os.environ.get("AGL_DATA") or EXAMPLE.parents[2] / "shared" / "data") / "sql"
-    if not folder.is_dir():
-        pytest.skip(f"no Spider data at {str(folder)!r}; set AGL_DATA")
-    return folder
+@pytest.fixture
+def spider(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The prepared Spider folder, which the example reads in this test."""
+    monkeypatch.delenv("AGL_SPIDER_DIR", raising=False)
+    monkeypatch.setenv("AGL_DATA", str(data_dir))
+    return data_dir / "sql"
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,7 @@ def official(shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 @pytest.mark.needs_data
-def test_the_prepared_splits_are_whole_and_share_no_database(spider: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGL_SPIDER_DIR", raising=False)
-    monkeypatch.setenv("AGL_DATA", str(spider.parent))
+def test_the_prepared_splits_are_whole_and_share_no_database(spider: Path) -> None:
     train, small, val = load("train"), load("train_small"), load("val")
     assert (len(train), len(small), len(val)) == (6_087, 320, 402)
     assert not {task["db_id"] for task in train} & {task["db_id"] for task in val}
@@ -106,9 +104,7 @@ def test_the_curriculum_keeps_plain_queries_on_small_databases(official: Path) -
 
 
 @pytest.mark.needs_data
-def test_the_teacher_is_right_where_it_means_to_be(spider: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGL_SPIDER_DIR", raising=False)
-    monkeypatch.setenv("AGL_DATA", str(spider.parent))
+def test_the_teacher_is_right_where_it_means_to_be(spider: Path) -> None:
     tasks = load("train_small")
     for task in tasks:
         database = database_path(task["db_id"])
@@ -132,9 +128,7 @@ def test_the_checker_is_taught_the_truth_about_the_query_in_its_prompt(official:
 
 
 @pytest.mark.needs_data
-def test_tidying_changes_no_gold_result(spider: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGL_SPIDER_DIR", raising=False)
-    monkeypatch.setenv("AGL_DATA", str(spider.parent))
+def test_tidying_changes_no_gold_result(spider: Path) -> None:
     tasks = [*load("train")[::5], *load("val")]
     assert not [
         task["query"]
