@@ -167,7 +167,7 @@ class LightningClient:
             if time.monotonic() + delay > deadline:
                 raise failure
             await asyncio.sleep(delay)
-            pause = min(2 * pause, 2.0)
+            pause = min(2 * pause, 1.0)
 
 
 def _path(rollout: str, attempt: int) -> str:

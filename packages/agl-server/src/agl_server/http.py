@@ -24,6 +24,9 @@ Headers = Sequence[tuple[bytes, bytes]]
 BODY_LIMIT = 16 * 1024 * 1024
 """Bytes of a request's body; more is refused with 413."""
 
+MOST_DISCARDED = 4 * BODY_LIMIT
+"""A body that is too large is read on so far, because a client that still sends does not read the refusal."""
+
 MOST_ATTEMPTS = 2**31 - 1
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -144,23 +147,22 @@ class Request:
         Raises:
             Refused: it is larger than `BODY_LIMIT`.
         """
-        announced = self.headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > BODY_LIMIT:
-            raise _too_large()
-        message = await self._receive()
-        if not message.get("more_body"):
-            return message.get("body", b"")
-        parts = [message["body"]]
-        size = len(message["body"])
-        while message.get("more_body"):
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more and size <= MOST_DISCARDED:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            parts.append(message["body"])
-            size += len(message["body"])
-            if size > BODY_LIMIT:
-                raise _too_large()
-        return b"".join(parts)
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= BODY_LIMIT:
+                parts.append(part)
+            more = message.get("more_body", False)
+        if size > BODY_LIMIT:
+            closes = [(b"connection", b"close")] if more else []
+            raise Refused(413, f"the body is larger than {BODY_LIMIT} bytes", code="body_too_large", headers=closes)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def watch(self) -> Watch:
         """Cancel the block when the client goes away; only after the body was read."""
@@ -180,12 +182,6 @@ class Request:
     async def send_part(self, content: bytes, last: bool = False) -> None:
         """Send the next part of a stream."""
         await self._send({"type": "http.response.body", "body": content, "more_body": not last})
-
-
-def _too_large() -> Refused:
-    # The body was not read: the connection cannot be used again.
-    closes = [(b"connection", b"close")]
-    return Refused(413, f"the body is larger than {BODY_LIMIT} bytes", code="body_too_large", headers=closes)
 
 
 Guard = Callable[[Request], None]

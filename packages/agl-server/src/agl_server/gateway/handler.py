@@ -243,10 +243,19 @@ def _chunk(data: bytes, sampled: Sampled, held: list[bytes]) -> bytes:
         text = error.get("message") if isinstance(error, dict) else error
         raise _unavailable(f"the upstream failed while it answered: {text}")
     sampled.take(message)
-    if not sampled.complete:
-        return events.event(message)
-    held.append(events.event(message))
-    return b""
+    if sampled.complete:
+        held.append(events.event(message))
+        return b""
+    return events.event(message) if _says_something(message) else b""
+
+
+def _says_something(chunk: dict[str, Any]) -> bool:
+    """Whether anything is left of a chunk; the upstream sends some for their tokens alone."""
+    choices = chunk.get("choices")
+    return not choices or any(
+        choice.get("delta") or choice.get("finish_reason") or choice.get("logprobs") or choice.get("token_ids")
+        for choice in choices
+    )
 
 
 def _refused_upstream(response: aiohttp.ClientResponse, content: bytes) -> Refused:

@@ -35,7 +35,7 @@ class Sampled:
 
     def __init__(self, request: ModelRequest, target: Target) -> None:
         self._owned = target.owned
-        self._wanted = request.body.get("n") or 1 if not target.owned else target.body.get("n") or 1
+        self._wanted: int = target.body.get("n") or 1
         self._asked_model = request.model
         self._keep_ids = request.body.get("return_token_ids") is True
         self._keep_logprobs = request.body.get("logprobs") is True
@@ -43,7 +43,9 @@ class Sampled:
         self._choices: dict[int, _Partial] = {}
         self._finished = 0
         self.prompt_ids: list[Any] | None = None
-        self.version = target.version
+        self._is_policy = target.version is not None
+        self._version_at_start = target.version
+        self._told_version: int | None = None
 
     def take(self, message: dict[str, Any]) -> None:
         """Collect from an answer or a chunk, and leave in it what the client asked for.
@@ -69,8 +71,9 @@ class Sampled:
         if not self._keep_ids:
             message.pop("prompt_token_ids", None)
         version = message.pop("weight_version", None)
-        if isinstance(version, int) and self.version is not None:
-            self.version = version
+        if isinstance(version, int) and self._is_policy:
+            # Choices of one call may end under different weights: the oldest says how stale the call can be.
+            self._told_version = version if self._told_version is None else min(version, self._told_version)
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         partial = self._choices.get(choice["index"])
@@ -93,12 +96,17 @@ class Sampled:
             self._finished += 1
 
     @property
+    def version(self) -> int | None:
+        """Policy version that sampled it: what the backend told, else the one that was served at the start."""
+        return self._version_at_start if self._told_version is None else self._told_version
+
+    @property
     def complete(self) -> bool:
         """Every choice that was asked for has ended."""
         return self._finished >= self._wanted
 
     def check_prompt(self) -> None:
-        """Refuse a policy's answer that does not begin with its prompt's tokens.
+        """Refuse a policy's stream that does not begin with its prompt's tokens.
 
         Raises:
             CaptureError: it names the setting that is missing.
@@ -109,14 +117,15 @@ class Sampled:
     def tokens(self) -> tuple[tuple[int, ...], tuple[Choice, ...]]:
         """Prompt ids and choices.
 
-        An endpoint of the user's own need not tell its tokens: what is not whole there counts as none.
+        An endpoint of the user's own need not tell its tokens: what is not whole counts as none there.
 
         Raises:
             CaptureError: our own backend withheld tokens or logprobs; the message names the setting.
         """
         try:
-            self.check_prompt()
-            prompt = _ids(self.prompt_ids or ())
+            if self.prompt_ids is None:
+                raise CaptureError(NO_IDS.format(what="no prompt_token_ids"))
+            prompt = _ids(self.prompt_ids)
             return prompt, tuple(self._choice(self._choices[index]) for index in sorted(self._choices))
         except CaptureError:
             if self._owned:
