@@ -71,7 +71,8 @@ def test_a_hook_has_a_default_that_ships(hook: str) -> None:
 def test_a_hook_is_named_by_a_test_of_its_behaviour(hook: str) -> None:
     folders = [ROOT / "tests", ROOT / "core" / "tests", *ROOT.glob("packages/*/tests")]
     tests = [path for folder in folders for path in folder.glob("**/test_*.py") if path != Path(__file__)]
-    assert any(hook in path.read_text() for path in tests), f"no test names {hook}"
+    naming = [path.name for path in tests if hook in path.read_text()]
+    assert naming, f"no test names {hook}"
 
 
 class Misspelt:
