@@ -7,6 +7,7 @@ import inspect
 import json
 import operator
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypedDict
 
 import agl
@@ -253,6 +254,17 @@ async def test_a_run_name_names_an_agent_and_without_any_name_it_is_main(rollout
             await chat.ainvoke("hi")
 
     (await rollout(agent)).expect("solver", "main", "judge")
+
+
+async def test_a_thread_that_was_not_wrapped_is_still_captured_but_nobody_knows_whose_it_is(rollout: Any):
+    def agent(chat: ChatOpenAI) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(chat.invoke, "hi", WRITER).result()  # pyright: ignore
+            pool.submit(agl.wrap(chat.invoke), "hi", WRITER).result()  # pyright: ignore
+
+    played = await rollout(agent)
+    played.expect("main", "writer")
+    assert len(played.steps("model_end")) == 1
 
 
 # ------------------------------------------------------------------------------------- retries, fallbacks, failures
