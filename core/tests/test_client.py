@@ -111,6 +111,16 @@ async def test_each_method_sends_what_the_server_expects():
     }
 
 
+async def test_many_rollouts_travel_in_several_requests():
+    rollouts = [Rollout(id=f"r{index}", task=ROLLOUT.task, batch="b") for index in range(600)]
+    fake = FakeServer(OK)
+    async with serve(fake) as url, LightningClient(url, "k") as client:
+        await client.enqueue(rollouts)
+    sent = [wire.decode(wire.Enqueue, body).rollouts for _, _, _, body in fake.requests]
+    assert [rollout for part in sent for rollout in part] == rollouts
+    assert max(len(part) for part in sent) <= 256
+
+
 # --------------------------------------------------------------------------------------------------------- retries
 
 

@@ -371,6 +371,16 @@ async def test_the_version_that_the_backend_tells_wins(house: House):
     assert [call.policy_version for call in await house.calls(lease)] == [6, 6, 9]
 
 
+async def test_a_server_that_stops_sends_those_away_whom_it_holds(house: House):
+    lease = await house.lease()
+    await house.serve_policy(state="updating")
+    asking = asyncio.create_task(house.post(lease, {"messages": HELLO}))
+    await asyncio.sleep(0.1)
+    house.app.state.stop_waiting()
+    response = await asking
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "stopping")
+
+
 # ------------------------------------------------------------------------------------------------------- routing
 
 

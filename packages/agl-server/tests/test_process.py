@@ -37,13 +37,13 @@ class Process:
 
     def start(self, *options: str) -> float:
         """Start and wait until it listens; the seconds that took."""
-        (self.home / "server.json").unlink(missing_ok=True)
         started = time.monotonic()
         self.process = self.spawn("--port", str(self.port), *options)
-        while not (self.home / "server.json").exists():
+        while self.address.get("pid") != self.process.pid:
             assert self.process.poll() is None and time.monotonic() - started < 20, "the server did not start"
             time.sleep(0.01)
-        self.port = int(self.url.rpartition(":")[2])
+        self.port = int(self.address["url"].rpartition(":")[2])
+        assert self.address["url"] == self.url
         return time.monotonic() - started
 
     def spawn(self, *options: str) -> subprocess.Popen[str]:
@@ -52,8 +52,13 @@ class Process:
         return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
 
     @property
+    def address(self) -> dict[str, Any]:
+        path = self.home / "server.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    @property
     def url(self) -> str:
-        return json.loads((self.home / "server.json").read_text())["url"]
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def key(self) -> str:
@@ -77,13 +82,12 @@ def server(tmp_path: Path) -> Iterator[Process]:
 
 def test_it_starts_fast_tells_where_it_is_and_stops_when_told(server: Process):
     assert server.start() < 5  # 0.7 s on an idle machine; tests share theirs
-    assert server.process is not None
-    assert json.loads((server.home / "server.json").read_text())["pid"] == server.process.pid
     assert httpx2.get(f"{server.url}/healthz", trust_env=False).json()["ok"] is True
     status, out, err = server.stop(signal.SIGTERM)
     assert (status, err) == (0, "")
     assert out.count("\n") == 1 and server.url in out and str(server.home / "key") in out
     assert server.key not in out
+    assert sorted(path.name for path in server.home.iterdir()) == ["key", "lock", "store.sqlite"]
 
 
 def test_the_command_imports_neither_torch_nor_before_it_runs_a_web_server():
@@ -108,6 +112,13 @@ def test_a_public_address_needs_a_chosen_key(tmp_path: Path):
     refused = Process(tmp_path / "a").spawn("--host", "0.0.0.0")
     _, err = refused.communicate(timeout=15)
     assert refused.returncode == 2 and "AGL_KEY" in err and "UsageError" in err
+
+
+def test_an_unknown_store_is_told_with_those_there_are(tmp_path: Path):
+    for url, said in (("mongo://x", "known: sqlite"), ("x.sqlite", "is no URL")):
+        refused = Process(tmp_path).spawn("--store", url)
+        _, err = refused.communicate(timeout=15)
+        assert refused.returncode == 2 and said in err
 
 
 def test_a_port_that_is_taken_is_told(server: Process, tmp_path: Path):

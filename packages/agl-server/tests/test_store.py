@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from agl.errors import ServerError, StaleAttempt, UsageError
 from agl.records import Choice, Reward, Step
+from agl_server.store import sqlite
 from agl_server.store.packing import pack_ids, shared_bytes
 from agl_server.store.sqlite import SqliteStore
 
@@ -210,6 +211,20 @@ async def test_finished_rollouts_are_read_once_each_in_the_order_they_ended(stor
     cursor, third = await store.finished("batch", cursor, 2)
     assert [r.id for r in [*second, *third]] == ["a", "e", "c"]
     assert await store.finished("batch", cursor, 2) == (cursor, [])
+
+
+async def test_an_answer_is_bounded_in_tokens_and_the_cursor_goes_on(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sqlite, "LARGEST_ANSWER", 250)
+    await enqueue(store, *"abcde")
+    await store.lease("w", 9, 60)
+    for name in "abcde":
+        await store.add_call(new_call(name, name, prompt_ids=(1,) * 100))
+        await finish(store, name)
+    cursor, first = await store.finished("batch", 0, 9)
+    cursor, second = await store.finished("batch", cursor, 9)
+    assert ([r.id for r in first], [r.id for r in second], cursor) == (["a", "b", "c"], ["d", "e"], 5)
 
 
 async def test_everything_is_there_after_a_restart(tmp_path: Path):

@@ -37,6 +37,9 @@ T = TypeVar("T")
 FINAL: set[Outcome] = {"ok", "truncated"}
 """Outcomes that end a rollout at once; after the others it is tried again while attempts are left."""
 
+LARGEST_ANSWER = 4_000_000
+"""Prompt tokens after which an answer holds no further rollout; the cursor asks for the rest."""
+
 INSERT_CALL = """
 INSERT INTO calls (
     rollout, attempt, id, call_id, agent, parent, retry, state, error, model, temperature, policy_version,
@@ -295,8 +298,14 @@ class SqliteStore:
                 f"{SELECT_ROLLOUT} WHERE r.state = 'ended' AND r.batch = ? AND r.ended > ? ORDER BY r.ended LIMIT ?",
                 (batch, after, limit),
             ).fetchall()
-            cursor = rows[-1][3] if rows else after
-            return cursor, [_whole(connection, row) for row in rows]
+            cursor, rollouts, tokens = after, [], 0
+            for row in rows:
+                rollouts.append(_whole(connection, row))
+                cursor = row[3]
+                tokens += sum(len(call.prompt_ids) for call in rollouts[-1].calls)
+                if tokens > LARGEST_ANSWER:
+                    break
+            return cursor, rollouts
 
         return await self._read(query)
 
