@@ -387,6 +387,19 @@ def test_an_engine_that_fails_in_mid_stream_says_so_in_the_stream():
     assert events[-1]["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_logprob_that_is_no_number_is_an_error_and_never_broken_json(streaming: bool):
+    class Engine(ScriptedEngine):
+        def logprob(self, position: int, token_id: int) -> float:
+            return float("nan") if position else -1.0
+
+    with serving(engine=Engine(["abc"])) as server:
+        if streaming:
+            assert "JSON" in stream(server, **ALL)[-1]["error"]["message"]
+        else:
+            assert post(server, **ALL).status_code == 500
+
+
 def test_one_choice_that_fails_ends_the_others():
     class Engine(ScriptedEngine):
         def generate(self, prompt_ids: Any, sampling: Any) -> Any:

@@ -6,6 +6,8 @@ import copy
 import inspect
 import json
 import operator
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypedDict
@@ -427,6 +429,11 @@ async def chat(server: ModelServer) -> AsyncGenerator[ChatOpenAI]:
 
 def handlers_of_a_run() -> list[Any]:
     return [one for one in CallbackManager.configure().handlers if isinstance(one, AglCallbackHandler)]
+
+
+def test_the_plugin_is_loaded_without_langchain():
+    code = "import sys, agl.plugins; agl.plugins.manager(); sys.exit('langchain_core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_install_can_be_undone():
