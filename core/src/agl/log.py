@@ -10,19 +10,32 @@ from typing import Any
 
 from agl.hookspecs import hookimpl
 
-_folder: Path | None = None
+_run: dict[str, Any] = {}
+"""``folder`` and ``version`` of the run that is going on; empty when none is."""
 
 
 @hookimpl
 def agl_train_start(trainer: Any) -> None:
     """Remember where this run is kept."""
-    global _folder
-    _folder = Path(trainer.folder)
+    _run.update(folder=Path(trainer.folder), version=0)
+
+
+@hookimpl
+def agl_weights_updated(version: int) -> None:
+    """Remember the policy version: every line carries it."""
+    _run["version"] = version
 
 
 @hookimpl
 def agl_log_metrics(step: int, metrics: Mapping[str, float]) -> None:
-    """Append one line of JSON; it is flushed at once, so a run that dies keeps its curve."""
-    if _folder is not None:
-        with (_folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+    """Append one line of JSON; it is on disk at once, so a run that dies keeps its curve."""
+    if "folder" in _run:
+        line = {"step": step, "time": round(time.time(), 3), "version": _run["version"], **metrics}
+        with (_run["folder"] / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@hookimpl
+def agl_train_end(trainer: Any) -> None:
+    """Forget the run: what is logged from now on belongs to no folder."""
+    _run.clear()

@@ -91,7 +91,7 @@ class Backend(Protocol):
         ...
 
     async def probe(self, prompt_ids: Sequence[int], tokens: int) -> Sequence[Token]:
-        """Sample a few tokens from the policy at temperature 1: the canary compares them with the trainer's logprobs."""
+        """Sample a few tokens at temperature 1; the canary compares their logprobs with the trainer's."""
         ...
 
     async def close(self) -> None:

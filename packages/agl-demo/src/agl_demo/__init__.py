@@ -1,1 +1,1 @@
-"""What `agl demo` runs: a small text-to-SQL agent that learns on a laptop."""
+"""What ``agl demo`` runs: a small text-to-SQL agent that learns on a laptop."""

@@ -24,9 +24,8 @@ class LogprobModel(nn.Module):
         self.model = model
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model
         refuse_unsupported(plain.config)
-        # Kept out of the module tree: they are parts of `model`.
-        object.__setattr__(self, "_decoder", plain.get_decoder())
-        object.__setattr__(self, "_head", plain.get_output_embeddings())
+        # In tuples, so that they are not registered twice: they are parts of `model`.
+        self._parts: tuple[Any, Any] = (plain.get_decoder(), plain.get_output_embeddings())
 
     def forward(
         self,
@@ -38,14 +37,15 @@ class LogprobModel(nn.Module):
         temperatures: torch.Tensor,
     ) -> torch.Tensor:
         """Logprobs ``[N]`` of ``targets``, each from the state at its ``source``; see `agl_trainer.batch.pack`."""
-        hidden = self._decoder(
+        decoder, head = self._parts
+        hidden = decoder(
             input_ids=token_ids,
             position_ids=position_ids,
             attention_mask=block_causal_mask(segments),
             use_cache=False,
         ).last_hidden_state
         states = hidden.reshape(-1, hidden.shape[-1])[sources]
-        return selected_logprobs(self._head, states, targets, temperatures)
+        return selected_logprobs(head, states, targets, temperatures)
 
 
 def block_causal_mask(segments: torch.Tensor) -> torch.Tensor:

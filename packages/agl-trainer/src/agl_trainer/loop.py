@@ -114,14 +114,14 @@ class Trainer:
         session, config = self.session, self.config
         tasks = read_tasks(warmup.tasks) if warmup.tasks is not None else self.tasks
         chosen = list(islice(epochs(tasks, config.seed), warmup.steps * warmup.batch))
-        scored = credited(session.demonstrations(chosen, warmup), session.selection)
+        scored = session.demonstrations(chosen, warmup)
         with session.warm_up_optimizer(warmup.learning_rate or config.learning_rate):
             for start in range(0, len(scored), warmup.batch):
                 part = scored[start : start + warmup.batch]
                 ones = [[1.0] * len(item.transitions) for item in part]
                 rows = train_rows(part, ones, "token", config.max_length, keep_zero=True)
                 metrics = self._learn(list(micro_batches(rows, config.micro_batch_tokens)), SFT(), 1)
-                session.report(start // warmup.batch + 1 - warmup.steps, metrics, "warm-up")
+                session.report(start // warmup.batch + 1 - warmup.steps, metrics)
 
     def _learn(self, batches: Sequence[Any], algorithm: Algorithm, passes: int) -> dict[str, float]:
         """Optimiser steps on one batch, then the new weights go to the backend under the next version."""

@@ -119,7 +119,9 @@ def load(name: str, precision: str) -> tuple[Any, Any]:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     where = find_model(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)

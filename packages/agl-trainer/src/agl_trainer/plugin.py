@@ -6,6 +6,10 @@ from typing import Any
 
 from agl.hookspecs import hookimpl
 from agl.protocols import Register
+from agl_trainer import progress
+
+
+agl_step_end = progress.agl_step_end
 
 
 @hookimpl

@@ -34,7 +34,7 @@ class Policy:
         mixed = half and not config.lora_rank  # full training keeps float32 weights and computes in bfloat16
         self.accelerator = Accelerator(
             mixed_precision="bf16" if mixed else "no",
-            log_with=config.trackers or None,
+            log_with=list[Any](config.trackers) or None,
             project_dir=str(folder) if folder else None,
         )
         set_seed(config.seed)
@@ -116,9 +116,9 @@ class Policy:
                     self.accelerator.backward(loss * self.accelerator.num_processes)
                 for name, value in {"loss": loss.detach(), **metrics}.items():
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            norm = float(self.accelerator.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+            norm = float(self.accelerator.clip_grad_norm_(self.parameters, self.config.max_grad_norm) or 0.0)
             self._apply(norm)
-        summed = self.accelerator.reduce(torch.stack(list(totals.values())), reduction="sum")
+        summed: Any = self.accelerator.reduce(torch.stack(list(totals.values())), reduction="sum")
         return dict(zip(totals, summed.tolist(), strict=True)) | {"grad_norm": norm}
 
     def _loss(

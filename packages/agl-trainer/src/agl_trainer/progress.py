@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
+
+from agl.hookspecs import hookimpl
 
 PLAIN_SECONDS = 10.0
 
@@ -43,6 +46,15 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+@hookimpl
+def agl_step_end(step: int, metrics: Mapping[str, float]) -> None:
+    """One line for each step; steps up to 0 are the warm-up."""
+    shown = {"reward": "reward {:.3f}", "sft_loss": "loss {:.3f}", "grad_norm": "gradient {:.3g}"}
+    shown |= {"unscored": "unscored {:.0f}", "degenerate_groups": "equal groups {:.0%}", "seconds": "{:.1f} s"}
+    parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+    say(f"{'warm-up' if step <= 0 else 'step'} {step}: {', '.join(parts)}")
 
 
 def say(text: str) -> None:

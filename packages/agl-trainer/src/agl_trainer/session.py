@@ -16,7 +16,7 @@ from agl.records import Mode, Rollout, Row, Task
 from agl.selection import Selection
 
 from agl_trainer import card
-from agl_trainer.batch.build import score
+from agl_trainer.batch.build import Scored, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
 from agl_trainer.config import TrainConfig
 from agl_trainer.evaluate import Evaluation, Interval
@@ -124,18 +124,23 @@ class Session:
         self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
         return [self.services.run(score(rollout, self.config.signal_weight)) for rollout in ended]
 
-    def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Rollout]:
-        """Run the agent while the teacher answers its calls."""
+    def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Scored]:
+        """Run the agent while the teacher answers its calls; what was only played is left out."""
         by_rollout = {f"demo-{place}-0": task for place, task in enumerate(tasks)}
         engine = Demonstrator(self.policy.tokenizer, self.config.max_length, warmup, by_rollout)
         teacher = endpoint.serve(endpoint.create_app(engine))
         upstream = self.services.run(teacher.__aenter__())
         try:
             self.services.serve(self.policy.version, upstream)
-            return self.rollouts("demo", tasks, 1, "demo")
+            rollouts = self.rollouts("demo", tasks, 1, "demo")
         finally:
             self.services.serve(self.policy.version)
             self.services.run(teacher.__aexit__(None, None, None))
+        learners = Selection(warmup.agents) if warmup.agents is not None else self.selection
+        return [
+            Scored(item.rollout, [t for t in item.transitions if (t.rollout, t.prompt_ids) not in engine.played])
+            for item in credited(rollouts, learners)
+        ]
 
     def evaluate(self, name: str, tasks: Sequence[Task]) -> Evaluation | None:
         """Run the agent on held-out tasks; they are never trained on. None when there are no tasks.
@@ -218,19 +223,15 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ records
 
-    def report(self, step: int, metrics: dict[str, float], what: str = "step") -> None:
-        """Log a step and show it."""
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Log a step and tell everyone who listens. The warm-up counts up to step 0."""
         now = time.monotonic()
-        metrics |= {"seconds": now - self._since, "version": float(self.policy.version)}
+        metrics["seconds"] = now - self._since
         self._since = now
         if self.services.server is not None:
             metrics["server_restarts"] = float(self.services.server.restarts)
         self._step = max(step, 0)
         self._log(step, metrics)
-        shown = {"reward": "reward {:.3f}", "sft_loss": "loss {:.3f}", "grad_norm": "grad {:.3g}"}
-        shown |= {"unscored": "unscored {:.0f}", "degenerate_groups": "equal groups {:.0%}"}
-        parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
-        say(f"{what} {step}: {', '.join(parts)}, {metrics['seconds']:.1f} s")
         plugins.manager().hook.agl_step_end(step=step, metrics=metrics)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -21,12 +21,18 @@ Demonstrate = Callable[[Mapping[str, Any], str, str], str]
 """``demonstrate(task, agent, prompt) -> answer``; the prompt is the rendered chat."""
 
 
+class Played(str):
+    """An answer that is played but not learned, such as a mistake for another agent to repair."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmup:
     """How to warm up."""
 
     demonstrate: Demonstrate
-    """Answers every model call of the agent; only the optimised agents are trained on it."""
+    """Answers every model call of the agent."""
+    agents: Sequence[str] | None = None
+    """Names or globs of the agents that learn; default: the optimised ones."""
     tasks: Sequence[Mapping[str, Any]] | None = None
     """Default: the training tasks."""
     steps: int = 20
@@ -60,10 +66,13 @@ class Demonstrator:
         self.parse = chat.parse
         self._demonstrate = warmup.demonstrate
         self._tasks = tasks
+        self.played: set[tuple[str, tuple[int, ...]]] = set()
+        """Rollout and prompt of every answer that is not to be learned."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Token]:
         """The teacher's answer, token by token, each with logprob 0: it was certain."""
-        task, agent = self._tasks[sampling.labels["rollout"]], sampling.labels["agent"]
+        rollout, agent = sampling.labels["rollout"], sampling.labels["agent"]
+        task = self._tasks[rollout]
         answer = self._demonstrate(task.data, agent, self.tokenizer.decode(prompt_ids))
         if inspect.isawaitable(answer):
             answer = await answer
@@ -71,6 +80,8 @@ class Demonstrator:
             raise UsageError(
                 f"demonstrate() returned {answer!r} for agent {agent!r} on task {task.id!r}; return a string"
             )
+        if isinstance(answer, Played):
+            self.played.add((rollout, tuple(prompt_ids)))
         ids = [*self.tokenizer.encode(answer, add_special_tokens=False), self.tokenizer.eos_token_id]
         if len(ids) > sampling.max_tokens:
             raise UsageError(

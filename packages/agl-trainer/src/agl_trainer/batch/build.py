@@ -74,8 +74,8 @@ def explain_emptiness(rollouts: Sequence[Rollout], selection: Selection) -> str:
     if not any(agent in selection for agent in agents):
         selection.check(agents)
     return (
-        f"{len(calls)} calls were recorded (states {dict(Counter(call.state for call in calls))}, agents {agents}), but "
-        "none counts: an adapter labelled them and reported no end. Pass the callback handler to the run, not only to "
+        f"{len(calls)} calls were recorded (states {dict(Counter(call.state for call in calls))}, agents {agents}), "
+        "but none counts: an adapter labelled them and reported no end. Pass the callback handler to the run, not only to "
         "the model"
     )
 
@@ -98,8 +98,8 @@ def advantages(scored: Sequence[Scored], algorithm: Algorithm, baseline: Literal
             credit = transition.reward or 0.0
             if values.setdefault(unit, credit) != credit:
                 raise ConfigError(
-                    f"calls of rollout {item.rollout.id!r} have different credits ({values[unit]:g} and {credit:g}), but "
-                    f"baseline={baseline!r} compares one value of a rollout; agents with rewards of their own need "
+                    f"calls of rollout {item.rollout.id!r} have different credits ({values[unit]:g} and {credit:g}), "
+                    f"but baseline={baseline!r} compares one value of a rollout; agents with rewards of their own need "
                     "baseline='agent'"
                 )
     groups = [f"{scored[index].rollout.group}/{agent}" for index, agent in values]

@@ -1,0 +1,83 @@
+"""The demo's agent, in LangGraph's ordinary style: writer, execute, checker, rewriter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypedDict
+
+from agl import LLM
+from agl_demo.world import SCHEMA, matches, run_query
+
+ANSWER_TOKENS = 40
+VERDICT_TOKENS = 4
+
+
+class State(TypedDict):
+    """What the nodes pass on."""
+
+    question: str
+    query: str
+    result: str
+    failed: bool
+    verdict: str
+    rewritten: bool
+
+
+def build_graph(llm: LLM, database: Path) -> Any:
+    """Writer and rewriter answer with SQL; the checker says CORRECT or WRONG."""
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, StateGraph
+
+    model = llm.openai()
+    chat = ChatOpenAI(**model, max_completion_tokens=ANSWER_TOKENS)
+    judge = ChatOpenAI(**model, max_completion_tokens=VERDICT_TOKENS)
+
+    async def writer(state: State) -> dict[str, Any]:
+        answer = await chat.ainvoke([("system", f"Write SQL. {SCHEMA}"), ("user", state["question"])])
+        return {"query": str(answer.content)}
+
+    def execute(state: State) -> dict[str, Any]:
+        rows, error = run_query(database, state["query"])
+        return {"result": error if rows is None else str(rows[:2]), "failed": rows is None}
+
+    async def checker(state: State) -> dict[str, Any]:
+        text = f"{state['question']} {state['query']}"
+        answer = await judge.ainvoke([("system", "Is the SQL right? CORRECT or WRONG"), ("user", text)])
+        return {"verdict": str(answer.content)}
+
+    async def rewriter(state: State) -> dict[str, Any]:
+        text = f"{state['question']} {state['query']} {state['result']}"
+        answer = await chat.ainvoke([("system", f"Repair SQL. {SCHEMA}"), ("user", text)])
+        return {"query": str(answer.content), "rewritten": True}
+
+    def after_execute(state: State) -> str:
+        if state.get("rewritten"):
+            return END
+        return "rewriter" if state["failed"] else "checker"
+
+    graph = StateGraph(State)
+    for node in (writer, execute, checker, rewriter):
+        graph.add_node(node.__name__, node)
+    graph.add_edge(START, "writer")
+    graph.add_edge("writer", "execute")
+    graph.add_conditional_edges("execute", after_execute, ["checker", "rewriter", END])
+    graph.add_conditional_edges(
+        "checker", lambda state: "rewriter" if state["verdict"].strip().upper().startswith("WRONG") else END
+    )
+    graph.add_edge("rewriter", "execute")
+    return graph.compile()
+
+
+class SqlAgent:
+    """``agent(task, llm) -> reward`` over one database."""
+
+    def __init__(self, database: Path) -> None:
+        self.database = database
+
+    async def __call__(self, task: dict[str, Any], llm: LLM) -> float:
+        """1 when the final query returns what the right one returns, else 0."""
+        from agl_langchain import AglCallbackHandler
+
+        graph = build_graph(llm, self.database)
+        out = await graph.ainvoke({"question": task["question"]}, config={"callbacks": [AglCallbackHandler()]})
+        return float(matches(self.database, out["query"], task["query"]))
