@@ -287,13 +287,13 @@ class AdapterContract:
         """Agent ``writer`` asks the model, is cancelled after 0.5 s, and asks again."""
         (played,) = stage("cancel", faults=[Fault(delay=1.5)])
         played.expect("writer")
-        assert len(played.rollout.calls) == 2
+        assert len(played.exchanges) == 2
 
     def test_abandoned_stream(self, stage: Callable[..., list[Played]]) -> None:
         """Agent ``writer`` asks the model, streaming, and leaves after the first piece."""
         (played,) = stage("abandoned_stream", ["x" * 200], token_delay=0.01)
         played.expect()
-        assert len(played.rollout.calls) == 1
+        assert len(played.exchanges) == 1
 
     def test_cache_hit(self, stage: Callable[..., list[Played]]) -> None:
         """Agent ``writer`` asks the model the same twice; the framework's cache answers the second time."""
@@ -306,7 +306,8 @@ class AdapterContract:
         (played,) = stage("parallel_same_prompt", [f"answer {number}" for number in range(5)])
         played.expect(*["writer"] * 5)
         assert len({one.response_ids for one in played.transitions}) == 5
-        assert len({call.call_id for call in played.rollout.calls}) == 5
+        ids = [call.call_id for call in played.rollout.calls if call.call_id is not None]
+        assert len(ids) == len(set(ids))
 
     def test_choices(self, stage: Callable[..., list[Played]]) -> None:
         """Agent ``writer`` asks the model once for two answers (``n=2``)."""
