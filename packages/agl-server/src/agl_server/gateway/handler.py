@@ -165,16 +165,11 @@ class Gateway:
         except ClientGone:
             await self._keep(exchange, "client_gone", "the client closed its connection")
             raise
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            refusal = _unavailable(f"the upstream cannot be reached: {type(error).__name__}: {error}")
+        except (aiohttp.ClientError, OSError, CaptureError, Refused) as error:
+            refusal = _refusal(error)
             await self._keep(exchange, "error", refusal.message)
-            raise refusal from error
-        except CaptureError as error:
-            await self._keep(exchange, "error", str(error))
-            raise Refused(502, str(error), code="no_tokens") from error
-        except Refused as refusal:
-            await self._keep(exchange, "error", refusal.message)
-            raise
+            refusal.headers = [*refusal.headers, *exchange.headers]
+            raise refusal from None
 
     async def _keep(self, exchange: Exchange, state: CallState = "done", error: str | None = None) -> None:
         """Commit the call; nothing is kept of calls that belong to no rollout.
@@ -221,6 +216,15 @@ def _record(exchange: Exchange, attempt: LiveAttempt, state: CallState, error: s
         started=exchange.started,
         ended=time.time(),
     )
+
+
+def _refusal(error: Exception) -> Refused:
+    """What the client is told when its call failed."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, CaptureError):
+        return Refused(502, str(error), code="no_tokens")
+    return _unavailable(f"the upstream cannot be reached: {type(error).__name__}: {error}")
 
 
 def _object(content: bytes) -> dict[str, Any]:
