@@ -1,15 +1,18 @@
 """A Lightning server in this process, over a real socket, in front of a model server that keeps the truth."""
 
+import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import uvicorn
 from agl.client import LightningClient
-from agl.endpoint import serve
 from agl.records import Call, Lease, Rollout, Task
 from agl.testing import ModelServer
 from agl.wire import PolicyState
@@ -84,6 +87,59 @@ class House:
         """What the server has kept of a rollout."""
         return (await self.client.rollout(lease.rollout.id)).calls
 
+    async def call(self, lease: Lease) -> Call:
+        """The one call that the server has kept of a rollout."""
+        (call,) = await self.calls(lease)
+        return call
+
+
+class Plain:
+    """An upstream that answers what the test gives it."""
+
+    def __init__(self, answer: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.answer = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.status = status
+        self.headers = [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
+        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.requests.append((scope["path"], headers, json.loads(body)))
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.answer})
+
+
+@asynccontextmanager
+async def plain(house: House, answer: Any, **options: Any) -> AsyncIterator[Plain]:
+    """The policy is this upstream."""
+    app = Plain(answer, **options)
+    async with serve(app) as url:
+        await house.serve_policy(upstream=url)
+        yield app
+
+
+def good_answer(**fields: Any) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "ab"},
+        "finish_reason": "stop",
+        "token_ids": [1, 2],
+        "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.25}]},
+    }
+    return {
+        "id": "x",
+        "model": "policy",
+        "prompt_token_ids": [7],
+        "choices": [choice | fields.pop("choice", {})],
+        **fields,
+    }
+
 
 def chunks(text: str) -> list[dict[str, Any]]:
     *events, end = text.strip().split("\n\n")
@@ -94,6 +150,28 @@ def chunks(text: str) -> list[dict[str, Any]]:
 def chat_path(lease: Lease, agent: str | None = None) -> str:
     segment = "" if agent is None else f"/a/{agent}"
     return f"/r/{lease.rollout.id}/{lease.attempt}{segment}/v1/chat/completions"
+
+
+@asynccontextmanager
+async def serve(app: Any) -> AsyncIterator[str]:
+    """Serve an application over a real socket, and stop without the pauses of an orderly shutdown."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    # asyncio forgets this for a socket that it did not make itself, and then an answer can wait 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    config = uvicorn.Config(app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        for open_server in server.servers:
+            open_server.close()
+        listener.close()
+        await asyncio.sleep(0)
 
 
 def new_rollout(name: str = "r", batch: str = "batch", **fields: Any) -> Rollout:

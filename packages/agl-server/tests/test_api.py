@@ -11,7 +11,7 @@ from agl.records import Reward, Step
 from agl.wire import PolicyState, Upstream
 from agl_server import queue
 
-from .conftest import ADMIN, House, new_rollout
+from .conftest import ADMIN, House, new_rollout, serve
 
 OWNER = {"authorization": f"Bearer {ADMIN}"}
 
@@ -205,7 +205,6 @@ async def test_the_policy_is_told_without_the_users_secret(house: House):
 
 
 async def test_before_the_first_policy_nobody_is_served(tmp_path: Any):
-    from agl.endpoint import serve
     from agl_server.app import create_app
     from agl_server.store.sqlite import SqliteStore
 

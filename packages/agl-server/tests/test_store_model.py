@@ -156,6 +156,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
 
 StoreAgainstModel.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_the_store_behaves_as_its_model = StoreAgainstModel.TestCase
