@@ -28,6 +28,8 @@ from agl.protocols import LossInputs
 
 EPSILON = 1e-4
 """Added to the standard deviation, as TRL does."""
+BOUND = 20.0
+"""Log ratios are held within this, as verl and OpenRLHF do: beyond it one token would drown a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,10 @@ class GRPO:
 
     def loss(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """The weighted sum over tokens, and weighted sums to log; see the formula above."""
-        ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+        ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-BOUND, BOUND).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         objective = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
-        mismatch = inputs.old_logprobs - inputs.rollout_logprobs
+        mismatch = (inputs.old_logprobs - inputs.rollout_logprobs).clamp(-BOUND, BOUND)
         correction = mismatch.exp().clamp(max=self.tis_cap).detach()
         loss = -(inputs.weights * correction * objective).sum()
         metrics = {
