@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from agl.errors import BackendError, NumericsError
 from agl.protocols import Algorithm, LossInputs
@@ -64,6 +65,11 @@ class Policy:
         return self.accelerator.autocast()
 
     # ------------------------------------------------------------------------------------------ frozen beginning
+
+    @property
+    def keeps_frozen(self) -> bool:
+        """Whether there is a frozen beginning: a copy, or the base below a LoRA adapter."""
+        return self._frozen_copy is not None or self.config.lora_rank > 0
 
     @property
     def frozen_model(self) -> Any:
@@ -186,9 +192,10 @@ class Policy:
             self.accelerator.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """End the trackers."""
+        """End the trackers; the next policy of this process may have another precision."""
         if self.config.trackers:
             self.accelerator.end_training()
+        AcceleratorState._reset_state()  # one for the process, and it refuses to change
 
 
 def _forward(module: Any, batch: MicroBatch) -> torch.Tensor:

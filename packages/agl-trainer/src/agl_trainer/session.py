@@ -82,6 +82,7 @@ class Session:
                 self._canary()
             except BaseException:
                 self.services.close()
+                self.policy.close()
                 raise
             self.policy.start_trackers(self.folder.name)
             plugins.manager().hook.agl_train_start(trainer=self)

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from agl.errors import BackendError
+from agl.errors import BackendError, UsageError
 from agl.protocols import Sampling, Token
 
 from agl_trainer.backends.transformers.scheduler import Request, Scheduler
+from agl_trainer.backends.transformers.slots import refuse_unsupported
 from agl_trainer.chat import ChatFormat
 from agl_trainer.policy import Policy
 
@@ -24,6 +25,7 @@ class TransformersEngine:
     """Generates from the policy's own weights while the trainer is not using them (`agl.protocols.Engine`)."""
 
     def __init__(self, policy: Policy, *, slots: int, max_length: int, seed: int) -> None:
+        refuse_unsupported(policy.model.config, max_length)
         self.policy = policy
         self.tokenizer = policy.tokenizer
         self.max_length = max_length
@@ -35,6 +37,8 @@ class TransformersEngine:
         self._schedulers: dict[bool, Scheduler] = {}
         self._wake = threading.Condition()
         self._arrived: list[tuple[bool, Request]] = []
+        self._open: set[Request] = set()
+        """Requests that somebody waits for."""
         self._outbox: list[tuple[asyncio.Queue[Token | BaseException], Token | BaseException]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
@@ -53,6 +57,8 @@ class TransformersEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Token]:
         """Sample one answer; closing the iterator takes it out of the batch before the next token."""
+        if sampling.frozen and not self.policy.keeps_frozen:
+            raise UsageError("no frozen base is kept, so nothing can answer from it; train with unselected='frozen'")
         self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Token | BaseException] = asyncio.Queue()
         request = Request(
@@ -66,6 +72,7 @@ class TransformersEngine:
             if self._failure is not None:
                 raise BackendError(f"the embedded engine has died: {self._failure!r}") from self._failure
             self._arrived.append((sampling.frozen, request))
+            self._open.add(request)
             self._wake.notify()
         try:
             while True:
@@ -77,6 +84,8 @@ class TransformersEngine:
                     return
         finally:
             request.cancelled = True
+            with self._wake:
+                self._open.discard(request)
 
     # -------------------------------------------------------------------------------------------------- life
 
@@ -153,10 +162,8 @@ class TransformersEngine:
     def _fail(self, error: BaseException) -> None:
         with self._wake:
             self._failure = error
-            requests = [request for _, request in self._arrived]
-        for scheduler in self._schedulers.values():
-            requests += [*scheduler.waiting, *scheduler.active]
-        for request in requests:
+            waiting = list(self._open)
+        for request in waiting:
             request.deliver(error)  # pyright: ignore[reportArgumentType]
         if self._loop is not None and not self._loop.is_closed():
             self._flush()

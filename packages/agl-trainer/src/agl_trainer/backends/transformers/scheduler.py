@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,12 @@ class Request:
     """Called from the engine's thread for every token."""
     stop_ids: frozenset[int]
     cancelled: bool = False
-    produced: int = 0
-    last: int = -1
+    sampled: list[int] = field(default_factory=list[int])
+
+    def after(self, known: int) -> np.ndarray:
+        """What follows the first ``known`` tokens of prompt and answer."""
+        answer = self.sampled[max(0, known - len(self.prompt)) :]
+        return np.concatenate([self.prompt[known:], np.array(answer, dtype=np.int64)])
 
 
 class Scheduler:
@@ -63,7 +67,8 @@ class Scheduler:
                 break
         if self.active:
             rows = list(range(len(self.active)))
-            inputs = [np.array([request.last]) for request in self.active]
+            # One token each; after `Slots.forget` everything so far, so that an answer goes on with the new weights.
+            inputs = [request.after(len(self.slots.tokens[row])) for row, request in enumerate(self.active)]
             self._sample(self.active[:], self.slots.forward(rows, inputs))
 
     def _drop_cancelled(self) -> None:
@@ -142,12 +147,11 @@ class Scheduler:
         version = self.version()
         self.sampled_tokens += len(requests)
         for request, token_id, logprob in zip(requests, ids, logprobs, strict=True):
-            request.last = token_id
-            request.produced += 1
+            request.sampled.append(token_id)
             reason = None
             if token_id in request.stop_ids:
                 reason = "stop"
-            elif request.produced >= request.sampling.max_tokens:
+            elif len(request.sampled) >= request.sampling.max_tokens:
                 reason = "length"
             if reason is not None:
                 self._retire(request)
@@ -173,8 +177,10 @@ def sample(logits: torch.Tensor, wanted: list[tuple[Sampling, float]]) -> tuple[
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1)
     uniform = torch.tensor([u for _, u in wanted], dtype=logits.dtype, device=logits.device)
-    target = (uniform * cumulative[:, -1])[:, None]
-    drawn = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)[:, 0]
+    total = cumulative[:, -1]
+    # A number that rounds to 1 must not fall behind the last token that has any probability.
+    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))[:, None]
+    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
     greedy = torch.tensor([s.temperature == 0 for s, _ in wanted], device=logits.device)
     ids = torch.where(greedy, logits.argmax(-1), drawn)
     return ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0].tolist()

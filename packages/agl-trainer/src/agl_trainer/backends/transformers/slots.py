@@ -35,8 +35,9 @@ class SlotCache(Cache):
         """Store keys and values ``[B, H, Q, D]``; return those of the same rows up to the longest position."""
         keys, values = self.slots.keys[layer_idx], self.slots.values[layer_idx]
         rows = self.rows[:, None].expand_as(self.positions)
-        keys[rows, :, self.positions] = key_states.transpose(1, 2)
-        values[rows, :, self.positions] = value_states.transpose(1, 2)
+        # Under autocast the rotary embedding leaves keys in float32; attention would round them all the same.
+        keys[rows, :, self.positions] = key_states.transpose(1, 2).to(keys.dtype)
+        values[rows, :, self.positions] = value_states.transpose(1, 2).to(values.dtype)
         if self.front:
             count = len(self.rows)
             return keys[:count, :, : self.length], values[:count, :, : self.length]
@@ -51,7 +52,6 @@ class Slots:
     """Keys and values of up to ``count`` sequences, and what tokens they stand for."""
 
     def __init__(self, model: Any, count: int) -> None:
-        refuse_unsupported(model.config)
         self.model = model
         self.count = count
         self.tokens: list[np.ndarray] = [np.zeros(0, dtype=np.int64) for _ in range(count)]
@@ -59,8 +59,9 @@ class Slots:
         self.used = [0] * count
         """When each row was last written, in forward passes: the oldest idle row is overwritten first."""
         self._clock = 0
-        # transformers renamed the argument after 5.19; both are in use.
-        names = inspect.signature(model.forward).parameters
+        # transformers renamed the argument after 5.19; both are in use. An adapter around the model hides its names.
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        names = inspect.signature(plain.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         config = model.config
         self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -77,12 +78,16 @@ class Slots:
         capacity = max(256, 1 << length.bit_length())
         shape = (self._layers, self.count, self._heads, capacity, self._size)
         for name in ("keys", "values"):
-            grown = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+            grown = torch.zeros(shape, dtype=self._dtype(), device=self.model.device)
             old = getattr(self, name)
             if self.capacity:
                 grown[:, :, :, : self.capacity] = old
             setattr(self, name, grown)
         self.capacity = capacity
+
+    def _dtype(self) -> torch.dtype:
+        device = self.model.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
 
     def forget(self) -> None:
         """Drop all reusable prefixes: the weights that made them are gone."""
@@ -149,12 +154,18 @@ class Slots:
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def refuse_unsupported(config: Any) -> None:
+def refuse_unsupported(config: Any, max_length: int) -> None:
     """The slots hold plain full attention.
 
     Raises:
         ConfigError: the model has layers of another kind (sliding window, linear attention, state space).
     """
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < max_length:
+        raise ConfigError(
+            f"the embedded backend serves models with full attention only; {config.model_type!r} looks back no more than "
+            f"sliding_window={window!r} tokens. Set max_length={window} or less, or serve it with backend='vllm'"
+        )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if other := kinds - {"full_attention"}:
         raise ConfigError(
