@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from agl.errors import UsageError
@@ -96,10 +97,11 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    try:
-        function["arguments"] = json.loads(function.get("arguments") or "{}")
-    except ValueError:
-        pass  # the model wrote broken JSON; show it as it was
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # the model wrote broken JSON; show it as it was
+            arguments = json.loads(arguments)
+    function["arguments"] = arguments
     return {**call, "function": function}
 
 

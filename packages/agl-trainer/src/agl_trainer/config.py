@@ -9,6 +9,17 @@ from agl.plugins import nearest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
+class Endpoint(BaseModel):
+    """An OpenAI-compatible endpoint of the user's own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    base_url: str = Field(pattern="^https?://")
+    """Ends in ``/v1``."""
+    model: str
+    api_key: str | None = Field(None, repr=False)
+
+
 class TrainConfig(BaseModel):
     """Settings of `agl_trainer.Trainer`; the same names stand in ``train.toml``."""
 
@@ -19,7 +30,7 @@ class TrainConfig(BaseModel):
     """A Hugging Face id or a directory with a causal language model and a chat template."""
     optimize: list[str] | None = None
     """Names or globs of the agents to train; None trains all."""
-    unselected: Literal["policy", "frozen"] | dict[str, str] = "policy"
+    unselected: Literal["policy", "frozen"] | Endpoint = "policy"
     """Who answers the other agents: the policy, its frozen beginning, or {base_url, api_key, model}."""
 
     # how much

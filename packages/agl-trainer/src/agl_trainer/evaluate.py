@@ -53,4 +53,6 @@ class Evaluation:
     def gain_over(self, earlier: Evaluation) -> Interval:
         """Mean difference on the tasks that both scored; an interval above 0 is a significant gain."""
         common = [task for task in self.scores if task in earlier.scores]
+        if not common:
+            raise UsageError(f"no task was scored both in {earlier.name!r} and in {self.name!r}")
         return Interval.of([self.scores[task] - earlier.scores[task] for task in common])

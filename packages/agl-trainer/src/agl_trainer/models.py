@@ -111,21 +111,35 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _load_model(where: str, precision: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if not (Path(where) / "adapter_config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, precision), attn_implementation="sdpa")
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(where).base_model_name_or_path
+    adapted: Any = PeftModel.from_pretrained(_load_model(find_model(str(base)), precision), where)
+    model = adapted.merge_and_unload().requires_grad_(True)
+    model.name_or_path = where  # an adapter trained on top of this one needs this one
+    return model
+
+
 def load(name: str, precision: str) -> tuple[Any, Any]:
-    """Model (on the CPU) and tokenizer.
+    """Model (on the CPU) and tokenizer; an adapter is merged into its base.
 
     Raises:
         UsageError: the model is not there; the text tells what was tried.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     where = find_model(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, precision), attn_implementation="sdpa")
+        model = _load_model(where, precision)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"model {name!r} could not be loaded: {error}. Give a directory written by save_pretrained, or a Hugging "

@@ -177,7 +177,8 @@ class Policy:
         """Write what ``from_pretrained`` reads: the model, or the PEFT adapter."""
         if self.accelerator.is_main_process:
             with self.lock:
-                self.model.save_pretrained(folder)
+                # An adapter never touches the embeddings; left to guess, peft would look for the base's on the hub.
+                self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.config.lora_rank else {}))
             self.tokenizer.save_pretrained(folder)
 
     def start_trackers(self, name: str) -> None:

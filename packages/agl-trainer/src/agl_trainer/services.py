@@ -27,7 +27,7 @@ from agl.records import Rollout
 from agl.runner import AsyncRunner
 from agl.wire import PolicyState, Upstream
 
-from agl_trainer.config import TrainConfig
+from agl_trainer.config import Endpoint, TrainConfig
 
 T = TypeVar("T")
 START_SECONDS = 30.0
@@ -180,7 +180,7 @@ class Services:
     def serve(self, version: int, upstream: str | None = None, *, state: Any = "serving") -> None:
         """Tell the gateway where the policy is and which version it has."""
         own = self.config.unselected
-        unselected = Upstream(**own) if isinstance(own, dict) else own
+        unselected = Upstream(**own.model_dump()) if isinstance(own, Endpoint) else own
         policy = PolicyState(upstream=upstream or self.backend.url, version=version, state=state, unselected=unselected)
         self.run(self.client.set_policy(policy))
 

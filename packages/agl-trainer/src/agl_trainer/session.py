@@ -59,7 +59,7 @@ class Session:
         self.agent = agent
         self.config = config
         self.selection = Selection(config.optimize)
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         self.folder = Path(config.output_dir) / f"{stamp}-seed{config.seed}"
         self.agents_seen: set[str] = set()
         self.evaluations: dict[str, Evaluation] = {}
