@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
 from agl.client import LightningClient
 from agl.records import Rollout, Task
 from agl.wire import PolicyState

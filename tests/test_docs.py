@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from agl import hookspecs
 
 ROOT = Path(__file__).parent.parent
@@ -60,3 +61,11 @@ def test_nox_sessions_that_a_page_names_exist(page: Path) -> None:
 @pages
 def test_a_page_is_short(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= 300
+
+
+def test_the_configuration_page_tells_every_setting() -> None:
+    from agl_trainer.config import as_markdown
+
+    assert (ROOT / "docs/configuration.md").read_text() == as_markdown(), (
+        "run: python -m agl_trainer.config > docs/configuration.md"
+    )

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import agl
 import pytest
+
+import agl
 from agl import hookimpl, plugins, scope
 from agl.errors import PluginError, RunError
 from agl.records import Call, Choice, Reward, Rollout, Step, Task, Transition

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+
 from agl import hookimpl, hookspecs, plugins
 from agl.errors import PluginError
 

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+
 from agl import wire
 from agl.client import LightningClient
 from agl.endpoint import serve

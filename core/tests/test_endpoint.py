@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+
 from agl.detokenizer import Detokenizer
 from agl.endpoint import create_app, serve
 from agl.errors import UsageError
@@ -428,9 +429,13 @@ async def test_a_client_that_leaves_ends_the_generation_at_once(streaming: bool)
 async def test_serve_runs_in_the_present_loop_and_frees_its_port():
     async with serve(create_app(ScriptedEngine())) as url, httpx2.AsyncClient() as client:
         assert (await client.get(f"{url}/health")).status_code == 200
-    port = int(url.rpartition(":")[2])
-    async with serve(create_app(ScriptedEngine()), port=port) as again:
-        assert again == url
+    port = int(httpx2.URL(url).port or 0)
+    async with serve(create_app(ScriptedEngine()), port=port) as again, httpx2.AsyncClient() as client:
+        assert httpx2.URL(again).port == port
+        assert (await client.get(f"{again}/health")).status_code == 200
+        # The path is a secret of its own each time: neither the bare port nor the old address opens anything.
+        assert (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 404
+        assert (await client.get(f"{url}/health")).status_code == 404
 
 
 async def test_a_server_that_stops_cuts_open_streams():

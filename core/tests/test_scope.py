@@ -5,9 +5,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import agl
 import httpx2
 import pytest
+
+import agl
 from agl import scope
 from agl.scope import CallInfo, RolloutScope
 from agl.selection import Selection

@@ -3,8 +3,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import agl
 import pytest
+
+import agl
 from agl.scope import RolloutScope, rollout
 from agl.selection import Selection
 from agl.testing import ModelServer

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from agl.errors import UsageError
 from text_to_sql.data import curriculum, database_path, load
 from text_to_sql.demonstrate import demonstrate, is_mistake, mistake

@@ -3,6 +3,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from agl.errors import UsageError
 from text_to_sql.database import execute
 

@@ -4,9 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from agl.errors import RewardError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from agl.errors import RewardError
 from text_to_sql.database import Result
 from text_to_sql.reward import execution_match, same_result, score
 

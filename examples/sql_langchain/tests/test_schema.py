@@ -3,6 +3,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
 from text_to_sql.schema import schema_text
 
 WHOLE = "shop(id, name, city)\nsale(id, shop_id, price)\nnote(text)\nsale.shop_id = shop.id"

@@ -1,4 +1,5 @@
 import pytest
+
 from text_to_sql.sqltext import expansions, find_query, first_statement, tidy, tokens, without_distinct
 
 

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from agl_langchain import AglCallbackHandler
 from langchain_core.language_models import BaseChatModel
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
+from agl_langchain import AglCallbackHandler
 from text_to_sql.data import database_path
 from text_to_sql.database import execute
 from text_to_sql.reward import score
@@ -29,8 +29,9 @@ from text_to_sql.schema import schema_text
 from text_to_sql.sqltext import find_query
 
 if TYPE_CHECKING:
-    import agl
     from langgraph.graph.state import CompiledStateGraph
+
+    import agl
 
 SQL_TOKENS = 96
 """Longest answer of writer and rewriter; nine of ten gold queries of Spider have at most 69 tokens of SmolLM2."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agl.errors import UsageError
-
 from text_to_sql.schema import CHARACTERS, schema_text
 from text_to_sql.sqltext import tokens
 

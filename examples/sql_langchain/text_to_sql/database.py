@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from agl.errors import UsageError
-
 from text_to_sql.sqltext import expansions
 
 AGGREGATES = (

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from agl.errors import UsageError
-
 from text_to_sql.data import database_path
 from text_to_sql.database import execute
 from text_to_sql.reward import execution_match

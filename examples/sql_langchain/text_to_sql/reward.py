@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from agl.errors import RewardError
-
 from text_to_sql.database import Result, execute
 from text_to_sql.sqltext import first_statement, join_operators, without_distinct
 

@@ -12,6 +12,24 @@ ANSWER_TOKENS = 40
 VERDICT_TOKENS = 4
 
 
+Messages = list[tuple[str, str]]
+
+
+def writer_messages(question: str) -> Messages:
+    """What the writer is asked."""
+    return [("system", f"Write SQL. {SCHEMA}"), ("user", question)]
+
+
+def checker_messages(question: str, query: str) -> Messages:
+    """What the checker is asked."""
+    return [("system", "Is the SQL right? CORRECT or WRONG"), ("user", f"{question} {query}")]
+
+
+def rewriter_messages(question: str, query: str, result: str) -> Messages:
+    """What the rewriter is asked."""
+    return [("system", f"Repair SQL. {SCHEMA}"), ("user", f"{question} {query} {result}")]
+
+
 class State(TypedDict):
     """What the nodes pass on."""
 
@@ -33,7 +51,7 @@ def build_graph(llm: LLM, database: Path) -> Any:
     judge = ChatOpenAI(**model, max_completion_tokens=VERDICT_TOKENS)
 
     async def writer(state: State) -> dict[str, Any]:
-        answer = await chat.ainvoke([("system", f"Write SQL. {SCHEMA}"), ("user", state["question"])])
+        answer = await chat.ainvoke(writer_messages(state["question"]))
         return {"query": str(answer.content)}
 
     def execute(state: State) -> dict[str, Any]:
@@ -41,13 +59,11 @@ def build_graph(llm: LLM, database: Path) -> Any:
         return {"result": error if rows is None else str(rows[:2]), "failed": rows is None}
 
     async def checker(state: State) -> dict[str, Any]:
-        text = f"{state['question']} {state['query']}"
-        answer = await judge.ainvoke([("system", "Is the SQL right? CORRECT or WRONG"), ("user", text)])
+        answer = await judge.ainvoke(checker_messages(state["question"], state["query"]))
         return {"verdict": str(answer.content)}
 
     async def rewriter(state: State) -> dict[str, Any]:
-        text = f"{state['question']} {state['query']} {state['result']}"
-        answer = await chat.ainvoke([("system", f"Repair SQL. {SCHEMA}"), ("user", text)])
+        answer = await chat.ainvoke(rewriter_messages(state["question"], state["query"], state["result"]))
         return {"query": str(answer.content), "rewritten": True}
 
     def after_execute(state: State) -> str:

@@ -1,4 +1,4 @@
-"""The teacher of the warm-up. It is wrong half of the time, on purpose: reinforcement learning has to find the rest."""
+"""The teacher of the warm-up. It is mostly wrong, on purpose: reinforcement learning has to find out what is right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_demo.world import corrupt
 
-RIGHT = 0.5
+RIGHT = 0.4
 """How often a demonstrated query is right."""
 
 

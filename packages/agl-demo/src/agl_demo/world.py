@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COUNTRIES = ("France", "Japan", "Brazil", "Kenya", "India", "Norway", "Peru", "Egypt", "Italy", "Canada")
+COUNTRIES = (
+    *("France", "Japan", "Brazil", "Kenya", "India", "Norway", "Peru", "Egypt", "Italy", "Canada"),
+    *("Chile", "China", "Cuba", "Ghana", "Greece", "Iran", "Mali", "Nepal", "Poland", "Spain"),
+)
 TABLES = {
-    # table: (name column, number column, words for "more" and "most", plural, smallest and largest number)
+    # table: (name column, number column, plural, smallest and largest number)
     "singer": ("name", "age", "singers", 18, 80),
     "city": ("name", "people", "cities", 10, 90),
     "film": ("title", "length", "films", 60, 180),
 }
 SCHEMA = "singer(name, age, country) city(name, people, country) film(title, length, country)"
 AGGREGATES = {"highest": "max", "lowest": "min", "average": "avg"}
-ROWS = 60
+ROWS = 200
 SECONDS = 0.5
 """Longest that a query of the model may run."""
 
@@ -29,7 +32,7 @@ def build_database(path: Path) -> Path:
     path.unlink(missing_ok=True)
     with sqlite3.connect(path) as connection:
         for table, (name, number, _, low, high) in TABLES.items():
-            connection.execute(f"CREATE TABLE {table} ({name} TEXT, {number} INTEGER, country TEXT)")  # noqa: S608
+            connection.execute(f"CREATE TABLE {table} ({name} TEXT, {number} INTEGER, country TEXT)")
             rows = [(f"{table} {i}", order.randint(low, high), order.choice(COUNTRIES)) for i in range(ROWS)]
             connection.executemany(f"INSERT INTO {table} VALUES (?, ?, ?)", rows)  # noqa: S608
     connection.close()
@@ -53,9 +56,12 @@ def all_tasks() -> list[dict[str, Any]]:
         for limit in range(low + (high - low) // 8, high, (high - low) // 8):
             add(
                 f"How many {plural} have {number} over {limit}?",
-                f"SELECT count(*) FROM {table} WHERE {number} > {limit}",
+                f"SELECT count(*) FROM {table} WHERE {number} > {limit}",  # noqa: S608
             )
-            add(f"Which {plural} have {number} under {limit}?", f"SELECT {name} FROM {table} WHERE {number} < {limit}")
+            add(
+                f"Which {plural} have {number} under {limit}?",
+                f"SELECT {name} FROM {table} WHERE {number} < {limit}",  # noqa: S608
+            )
     return tasks
 
 

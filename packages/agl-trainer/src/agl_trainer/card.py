@@ -31,8 +31,8 @@ tags: [agl, reinforcement-learning, {config.algorithm}]
 # {folder.parent.name}
 
 This is {kind} `{config.model}`, trained with agl: {config.algorithm}, {config.steps} steps of {config.tasks_per_step}
-tasks with {config.group_size} rollouts each, learning rate {config.learning_rate:g}, temperature {config.temperature:g},
-seed {config.seed}. Optimised agents: {agents}.
+tasks with {config.group_size} rollouts each, learning rate {config.learning_rate:g}, temperature
+{config.temperature:g}, seed {config.seed}. Optimised agents: {agents}.
 
 ## Held-out reward
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
 from agl.errors import ConfigError
 from agl.plugins import nearest
 from agl.runner import load_agent
 
 FILE_KEYS = ("agent", "tasks", "eval_tasks", "warmup")
-WARMUP_KEYS = ("demonstrate", "tasks", "steps", "batch", "learning_rate")
+WARMUP_KEYS = ("demonstrate", "agents", "tasks", "steps", "batch", "learning_rate")
 
 
 def train(config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agl.errors import ConfigError
 from agl.plugins import nearest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class Endpoint(BaseModel):
     """An OpenAI-compatible endpoint of the user's own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     base_url: str = Field(pattern="^https?://")
     """Ends in ``/v1``."""
@@ -23,7 +26,9 @@ class Endpoint(BaseModel):
 class TrainConfig(BaseModel):
     """Settings of `agl_trainer.Trainer`; the same names stand in ``train.toml``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     # what is trained
     model: str
@@ -37,6 +42,7 @@ class TrainConfig(BaseModel):
     steps: int = Field(20, ge=0)
     """Optimiser steps of reinforcement learning."""
     tasks_per_step: int = Field(8, ge=1)
+    """Groups in one optimiser step."""
     group_size: int = Field(8, ge=1)
     """Rollouts of each task; they share a baseline."""
     epochs: int = Field(1, ge=1)
@@ -44,29 +50,41 @@ class TrainConfig(BaseModel):
 
     # algorithm
     algorithm: str = "grpo"
+    """A name that a plugin registered; ``agl plugins`` lists the plugins."""
     baseline: Literal["task", "agent"] = "task"
     """What a reward is compared with: other rollouts of the task, or of the task and agent."""
     aggregation: Literal["rollout", "token"] = "rollout"
+    """Every rollout weighs the same, or every sampled token does."""
     scale: Literal["group", "none"] = "group"
+    """Divide advantages by the group's standard deviation, or not (Dr. GRPO)."""
     clip_low: float = Field(0.2, ge=0)
+    """How far the probability ratio may fall below 1."""
     clip_high: float = Field(0.28, ge=0)
+    """How far it may rise above 1."""
     tis_cap: float = Field(2.0, gt=0)
+    """Largest weight that corrects for a sampler that differs from the trainer."""
     kl_coef: float = Field(0.0, ge=0)
+    """Pull towards the model before training; 0 is off."""
     kl_estimator: Literal["k2", "k3"] = "k2"
+    """Value of the KL estimate; both have the reverse KL's gradient."""
     signal_weight: float = 0.0
     """Weight of the mean signal reward (tool success and failure) of a rollout; 0 is off."""
 
     # optimiser
     learning_rate: float = Field(1e-5, gt=0)
+    """Of AdamW; constant. LoRA wants about ten times more than full training."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
     lora_rank: int = Field(0, ge=0)
     """0 trains all weights; otherwise a LoRA adapter of this rank on all linear layers."""
     precision: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in. With LoRA its frozen weights are kept in it; full training keeps float32 weights."""
     micro_batch_tokens: int = Field(2048, ge=1)
     """Padded tokens in one forward and backward pass."""
 
     # sampling
     temperature: float = Field(1.0, gt=0)
+    """Forced on every call to the policy in training."""
     eval_temperature: float | None = Field(None, ge=0)
     """None evaluates at the training temperature, which is what training improves."""
     max_length: int = Field(2048, ge=16)
@@ -74,16 +92,19 @@ class TrainConfig(BaseModel):
 
     # where it runs
     backend: str = "transformers"
+    """What generates: a name that a plugin registered."""
     slots: int = Field(32, ge=1)
     """Sequences that the embedded backend decodes at once."""
-    workers: int = Field(0, ge=0)
-    """Worker processes that run agents; 0 runs them in this process."""
+    workers: Annotated[int, Field(ge=0)] | Literal["external"] = 0
+    """Worker processes that run agents; 0 runs them in this process, external waits for `agl worker` elsewhere."""
     concurrency: int = Field(64, ge=1)
     """Rollouts that one process runs at once."""
     rollout_timeout: float = Field(600.0, gt=0)
+    """Seconds that one rollout may take."""
     stall_timeout: float = Field(600.0, gt=0)
     """Seconds without any finished rollout after which training ends with a diagnosis."""
     max_attempts: int = Field(2, ge=1)
+    """How often a rollout is tried before it counts as failed."""
     server_url: str | None = None
     """A Lightning server that runs already (its key in AGL_KEY); None starts one."""
 
@@ -93,7 +114,9 @@ class TrainConfig(BaseModel):
     eval_samples: int = Field(1, ge=1)
     """Rollouts of each held-out task."""
     seed: int = 0
+    """Order of tasks, sampling, new weights."""
     output_dir: str = "runs"
+    """Each run makes a folder in it."""
     trackers: list[str] = []
     """Trackers of Accelerate besides the local log: tensorboard, wandb, trackio, mlflow, ..."""
 
@@ -119,3 +142,29 @@ def _explain(problem: Any, names: list[str]) -> str:
     if problem["type"] == "missing":
         return f"setting {name!r} is missing"
     return f"setting {name!r} = {problem['input']!r}: {problem['msg']}"
+
+
+def as_markdown() -> str:
+    """The page ``docs/configuration.md``."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- made by: python -m agl_trainer.config -->",
+        "",
+        "Keyword arguments of `agl_trainer.Trainer`, and keys of the file that `agl train` reads. The file also has",
+        "`agent` (`module:function` or `file.py:function`), `tasks` and `eval_tasks` (JSONL files), and a table",
+        "`[warmup]` with `demonstrate`, `agents`, `tasks`, `steps`, `batch` and `learning_rate`. Paths are relative to the",
+        "file.",
+        "",
+        "| setting | default | |",
+        "|---|---|---|",
+    ]
+    for name, field in TrainConfig.model_fields.items():
+        default = "required" if field.is_required() else f"`{field.default!r}`"
+        text = " ".join((field.description or "").split()).replace("|", "\\|")
+        lines.append(f"| `{name}` | {default} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from agl.errors import UsageError
 
 RESAMPLES = 10_000

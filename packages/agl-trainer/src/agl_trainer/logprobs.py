@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from agl.errors import ConfigError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from agl.errors import ConfigError
 
 CHUNK = 512
 """Sampled tokens whose logits exist at one time."""

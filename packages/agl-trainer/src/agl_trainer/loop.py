@@ -11,7 +11,6 @@ from agl import plugins
 from agl.errors import CaptureError
 from agl.protocols import AgentFunction, Algorithm
 from agl.records import Rollout
-
 from agl_trainer.algorithms.sft import SFT
 from agl_trainer.batch.build import advantages, count, credited, train_rows
 from agl_trainer.batch.pack import micro_batches

@@ -8,7 +8,6 @@ from agl.hookspecs import hookimpl
 from agl.protocols import Register
 from agl_trainer import progress
 
-
 agl_step_end = progress.agl_step_end
 
 

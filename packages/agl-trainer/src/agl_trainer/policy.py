@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+
 from agl.errors import BackendError, NumericsError
 from agl.protocols import Algorithm, LossInputs
-
 from agl_trainer import models
 from agl_trainer.batch.pack import MicroBatch
 from agl_trainer.config import TrainConfig
@@ -178,7 +178,8 @@ class Policy:
         if self.accelerator.is_main_process:
             with self.lock:
                 # An adapter never touches the embeddings; left to guess, peft would look for the base's on the hub.
-                self.model.save_pretrained(folder, **({"save_embedding_layers": False} if self.config.lora_rank else {}))
+                options = {"save_embedding_layers": False} if self.config.lora_rank else {}
+                self.model.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
 
     def start_trackers(self, name: str) -> None:

@@ -26,7 +26,6 @@ from agl.protocols import AgentFunction, Backend
 from agl.records import Rollout
 from agl.runner import AsyncRunner
 from agl.wire import PolicyState, Upstream
-
 from agl_trainer.config import Endpoint, TrainConfig
 
 T = TypeVar("T")
@@ -135,6 +134,8 @@ class Services:
             self.server.start()
         self._client = self._serving.run(self._stack.enter_async_context(LightningClient(*self.address)))
         self._serving.run(self.backend.start())
+        if self.config.workers == "external":
+            return
         if self.config.workers:
             self._workers = [self._start_worker() for _ in range(self.config.workers)]
         else:

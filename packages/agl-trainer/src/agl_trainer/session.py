@@ -14,7 +14,6 @@ from agl.errors import BackendError, CaptureError
 from agl.protocols import AgentFunction, Backend
 from agl.records import Mode, Rollout, Row, Task
 from agl.selection import Selection
-
 from agl_trainer import card
 from agl_trainer.batch.build import Scored, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches

@@ -14,7 +14,6 @@ from typing import Any
 from agl.errors import UsageError
 from agl.protocols import Sampling, Token
 from agl.records import Task
-
 from agl_trainer.chat import ChatFormat
 
 Demonstrate = Callable[[Mapping[str, Any], str, str], str]

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
 from agl.protocols import LossInputs
 
 EPSILON = 1e-4

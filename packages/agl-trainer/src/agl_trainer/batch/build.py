@@ -13,7 +13,6 @@ from agl.protocols import Algorithm
 from agl.records import Reward, Rollout, Row, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
-
 from agl_trainer.batch.pack import TrainRow
 from agl_trainer.batch.weights import Aggregation, token_weights
 
@@ -75,8 +74,8 @@ def explain_emptiness(rollouts: Sequence[Rollout], selection: Selection) -> str:
         selection.check(agents)
     return (
         f"{len(calls)} calls were recorded (states {dict(Counter(call.state for call in calls))}, agents {agents}), "
-        "but none counts: an adapter labelled them and reported no end. Pass the callback handler to the run, not only to "
-        "the model"
+        "but none counts: an adapter labelled them and reported no end. Pass the callback handler to the run, not only "
+        "to the model"
     )
 
 

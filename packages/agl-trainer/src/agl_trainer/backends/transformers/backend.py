@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 
 from agl import endpoint
 from agl.protocols import Sampling, Token
-
 from agl_trainer.backends.transformers.engine import TransformersEngine
 from agl_trainer.config import TrainConfig
 from agl_trainer.policy import Policy

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from agl.errors import BackendError, UsageError
 from agl.protocols import Sampling, Token
-
 from agl_trainer.backends.transformers.scheduler import Request, Scheduler
 from agl_trainer.backends.transformers.slots import refuse_unsupported
 from agl_trainer.chat import ChatFormat

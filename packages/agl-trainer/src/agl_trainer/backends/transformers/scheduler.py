@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from agl.protocols import Sampling, Token
 
+from agl.protocols import Sampling, Token
 from agl_trainer.backends.transformers.slots import Slots, common_prefix
 
 PREFILL_TOKENS = 2048

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from agl.errors import ConfigError
 from transformers.cache_utils import Cache
+
+from agl.errors import ConfigError
 
 
 class SlotCache(Cache):
@@ -163,8 +164,8 @@ def refuse_unsupported(config: Any, max_length: int) -> None:
     window = getattr(config, "sliding_window", None)
     if window is not None and window < max_length:
         raise ConfigError(
-            f"the embedded backend serves models with full attention only; {config.model_type!r} looks back no more than "
-            f"sliding_window={window!r} tokens. Set max_length={window} or less, or serve it with backend='vllm'"
+            f"the embedded backend serves models with full attention only; {config.model_type!r} looks back no more "
+            f"than sliding_window={window!r} tokens. Set max_length={window} or less, or serve it with backend='vllm'"
         )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if other := kinds - {"full_attention"}:
