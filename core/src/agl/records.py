@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from agl.errors import CaptureError, RewardError, UsageError
 
@@ -64,9 +64,10 @@ class Reward:
         if isinstance(returned, Mapping):
             parts: dict[str, float] = {}
             agents: dict[str, Mapping[str, float]] = {}
-            for name, value in returned.items():  # pyright: ignore[reportUnknownVariableType]
+            for name, value in cast("Mapping[Any, Any]", returned).items():
                 if isinstance(value, Mapping):
-                    agents[str(name)] = {str(k): as_number(f"{name}.{k}", v) for k, v in value.items()}  # pyright: ignore
+                    own = cast("Mapping[Any, Any]", value)
+                    agents[str(name)] = {str(part): as_number(f"{name}.{part}", own[part]) for part in own}
                 else:
                     parts[str(name)] = as_number(str(name), value)
             return cls(parts=parts, agents=agents)

@@ -5,12 +5,13 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import agl
-from agl.testing.contract import AdapterContract
 from langchain.agents import create_agent
 from langchain_core.caches import InMemoryCache
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+
+import agl
+from agl.testing.contract import AdapterContract
 
 WRITER = {"metadata": {"agl_agent": "writer"}}
 CRITIC = {"metadata": {"agl_agent": "critic"}}

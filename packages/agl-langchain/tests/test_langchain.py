@@ -12,15 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypedDict
 
-import agl
 import openai
 import pytest
-from agl import scope
-from agl.selection import Selection
-from agl.testing import Fault, ModelServer, ScriptedEngine, tool_call
-from agl.testing.contract import Lightning, Played, play, say, start_lightning
-from agl_langchain import AglCallbackHandler, install
-from agl_langchain.naming import name_agent
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
 from langchain_core.caches import InMemoryCache
@@ -31,6 +24,14 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Send
 from pydantic import BaseModel
+
+import agl
+from agl import scope
+from agl.selection import Selection
+from agl.testing import Fault, ModelServer, ScriptedEngine, tool_call
+from agl.testing.contract import Lightning, Played, play, say, start_lightning
+from agl_langchain import AglCallbackHandler, install
+from agl_langchain.naming import name_agent
 
 WRITER = {"metadata": {"agl_agent": "writer"}}
 HELLO: Any = {"messages": [("user", "hi")]}

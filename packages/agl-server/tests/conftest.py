@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
+
 from agl.client import LightningClient
 from agl.records import Call, Lease, Rollout, Task
 from agl.testing import ModelServer

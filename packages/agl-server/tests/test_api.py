@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+
 from agl.client import LightningClient
 from agl.errors import ServerError, StaleAttempt
 from agl.records import Reward, Step

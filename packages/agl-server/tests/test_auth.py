@@ -4,10 +4,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from starlette.routing import Route
+
 from agl.errors import UsageError
 from agl_server.auth import check_bind, load_key, public
 from agl_server.http import Endpoint
-from starlette.routing import Route
 
 from .conftest import ADMIN, HELLO, House
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from agl.records import Call, Choice
 from agl.testing import ByteTokenizer, Fault, ModelServer, ScriptedEngine, tool_call
 from agl.wire import Upstream

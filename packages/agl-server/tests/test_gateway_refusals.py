@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+
 from agl.testing import ByteTokenizer, ModelServer, ScriptedEngine
 
 from .conftest import ADMIN, HELLO, House, chat_path, good_answer, plain

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 import pytest
+
 from agl.client import LightningClient
 from agl.errors import ServerError
 from agl.records import Lease, Reward

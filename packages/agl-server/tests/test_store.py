@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from agl.errors import ServerError, StaleAttempt, UsageError
 from agl.records import Choice, Reward, Step
 from agl_server.store import sqlite

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agl.errors import StaleAttempt
-from agl.records import Outcome
-from agl_server.store.sqlite import SqliteStore
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from agl.errors import StaleAttempt
+from agl.records import Outcome
+from agl_server.store.sqlite import SqliteStore
 
 from .conftest import Clock, new_call, new_rollout
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, ParamSpec
 from uuid import UUID
 
-from agl import scope
-from agl.scope import CallInfo, RolloutScope
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
+from agl import scope
+from agl.scope import CallInfo, RolloutScope
 from agl_langchain.naming import name_agent
 
 P = ParamSpec("P")

@@ -8,8 +8,8 @@ from typing import TypeVar
 from urllib.parse import parse_qsl
 
 import orjson
-from agl import wire
 
+from agl import wire
 from agl_server.http import Refused, Request, retry_after
 from agl_server.policy import PolicyKeeper
 from agl_server.queue import Queue

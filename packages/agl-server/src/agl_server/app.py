@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from agl.errors import AglError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -15,6 +14,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agl.errors import AglError
 from agl_server.api import Api
 from agl_server.auth import HostGuard, Keys, public
 from agl_server.gateway.handler import Gateway

@@ -8,7 +8,6 @@ import secrets
 from pathlib import Path
 
 from agl.errors import UsageError
-
 from agl_server.http import Receive, Refused, Request, Scope, Send
 from agl_server.store import ServerStore
 

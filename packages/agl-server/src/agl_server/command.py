@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from agl import plugins
 from agl.errors import UsageError
 from agl.processes import end_with_parent

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import orjson
+
 from agl.errors import ServerError, UsageError
 from agl.wire import FieldError
 

@@ -8,7 +8,6 @@ from agl.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from agl.protocols import Register
-
     from agl_server.store import ServerStore
 
 

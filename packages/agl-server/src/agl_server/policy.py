@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from agl.wire import PolicyState, decode, encode
-
 from agl_server.http import Refused, retry_after
 from agl_server.store import ServerStore
 

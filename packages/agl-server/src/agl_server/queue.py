@@ -12,7 +12,6 @@ from agl import wire
 from agl.errors import UsageError
 from agl.records import Lease, Rollout
 from agl.selection import Selection
-
 from agl_server.auth import Keys
 from agl_server.http import Refused, log, retry_after
 from agl_server.store import ServerStore

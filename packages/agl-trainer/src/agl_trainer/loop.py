@@ -61,6 +61,7 @@ class Trainer:
         self.session = Session(agent, self.config)
         self.folder = self.session.folder
         self.steps = 0
+        self._batches = 0
         self._empty_steps = 0
 
     def fit(self) -> Result:
@@ -84,7 +85,8 @@ class Trainer:
             draw = epochs(self.tasks, config.seed)
             while self.steps < config.steps:
                 tasks = list(islice(draw, config.tasks_per_step))
-                yield session.rollouts(f"step{self.steps:05d}", tasks, config.group_size)
+                self._batches += 1
+                yield session.rollouts(f"batch{self._batches:05d}", tasks, config.group_size)
 
     def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One training step on scored rollouts; returns its metrics."""
@@ -119,6 +121,8 @@ class Trainer:
                 part = scored[start : start + warmup.batch]
                 ones = [[1.0] * len(item.transitions) for item in part]
                 rows = train_rows(part, ones, "token", config.max_length, keep_zero=True)
+                if not rows:
+                    continue  # no learner was called in these rollouts
                 metrics = self._learn(list(micro_batches(rows, config.micro_batch_tokens)), SFT(), 1)
                 session.report(start // warmup.batch + 1 - warmup.steps, metrics)
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from agl_trainer.config import Endpoint, TrainConfig
 
 T = TypeVar("T")
 START_SECONDS = 30.0
+WATCH_SECONDS = 0.25
 
 
 class LoopThread:
@@ -119,7 +121,6 @@ class Services:
         self.config = config
         self.backend = backend
         self.server: ServerProcess | None = None if config.server_url else ServerProcess(folder / "server")
-        self.restarts = 0
         self._folder = folder
         self._serving = LoopThread("agl-serving")
         self._agents = LoopThread("agl-agents")
@@ -165,6 +166,8 @@ class Services:
         command = [sys.executable, "-m", "agl", "worker", agent_path(self.agent), "--url", url]
         command += ["--concurrency", str(self.config.concurrency), "--timeout", str(self.config.rollout_timeout)]
         environment = {**os.environ, "AGL_KEY": key, "AGL_PARENT": str(os.getpid())}
+        # A worker finds the agent's module wherever this process found it.
+        environment["PYTHONPATH"] = os.pathsep.join(place or os.getcwd() for place in sys.path)
         with (self._folder / "workers.log").open("ab") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
@@ -175,8 +178,11 @@ class Services:
         return self._client
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of the client or the backend and wait for it."""
-        return self._serving.run(work)
+        """Run a coroutine of the client or the backend and wait for it, and watch over the others meanwhile."""
+        future = asyncio.run_coroutine_threadsafe(work, self._serving.loop)
+        while not wait([future], timeout=WATCH_SECONDS).done:
+            self.check()  # the work may wait for a server that has died
+        return future.result()
 
     def serve(self, version: int, upstream: str | None = None, *, state: Any = "serving") -> None:
         """Tell the gateway where the policy is and which version it has."""

@@ -64,6 +64,7 @@ class Session:
         self.evaluations: dict[str, Evaluation] = {}
         self._make_backend = plugins.backends().find(config.backend)
         self._depth = 0
+        self._evaluated = 0
         self._step = 0
         self._since = 0.0
 
@@ -150,7 +151,8 @@ class Session:
         """
         if not tasks:
             return None
-        ended = self.rollouts(f"eval{len(self.evaluations)}", tasks, self.config.eval_samples, "eval")
+        self._evaluated += 1
+        ended = self.rollouts(f"eval{self._evaluated}", tasks, self.config.eval_samples, "eval")
         scored = [(rollout.task.id, rollout.returned) for rollout in ended if rollout.returned is not None]
         if not scored:
             errors = {rollout.error or f"outcome {rollout.outcome}, no reward returned" for rollout in ended}

@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 import orjson
+
 from agl.errors import CaptureError, StaleAttempt
 from agl.records import Call, CallState
-
 from agl_server.gateway import events
 from agl_server.gateway.request import ModelRequest, read
 from agl_server.gateway.sampled import Sampled

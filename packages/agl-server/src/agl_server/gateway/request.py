@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from agl.wire import shorten
 
+from agl.wire import shorten
 from agl_server.http import Refused, Request
 
 DEEPEST = 64

@@ -9,7 +9,6 @@ from typing import Any
 
 from agl.errors import CaptureError
 from agl.records import Choice
-
 from agl_server.gateway.request import ModelRequest
 from agl_server.gateway.target import Target
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from agl.wire import PolicyState, Upstream
 from yarl import URL
 
+from agl.wire import PolicyState, Upstream
 from agl_server.gateway.request import ModelRequest
 from agl_server.queue import LiveAttempt
 

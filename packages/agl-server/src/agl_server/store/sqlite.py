@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from agl import wire
 from agl.errors import ServerError, StaleAttempt
 from agl.records import Call, Choice, Outcome, Reward, Rollout, Step
-
 from agl_server.store import Released, schema
 from agl_server.store.packing import (
     BYTES_PER_ID,
