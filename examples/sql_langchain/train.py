@@ -16,26 +16,33 @@ def main() -> None:
     arguments.add_argument("--joins", type=int, default=0, help="train on queries with so many joins at most")
     arguments.add_argument("--warmup-steps", type=int, default=60)
     arguments.add_argument("--steps", type=int, default=20, help="steps of reinforcement learning")
+    arguments.add_argument("--eval-tasks", type=int, default=None, help="evaluate on the first so many of val only")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--output", default="runs/sql")
     chosen = arguments.parse_args()
 
-    trainer = Trainer(
+    result = Trainer(
         answer,
         curriculum(load(chosen.split), joins=chosen.joins),
+        eval_tasks=load("val")[: chosen.eval_tasks],
         model=chosen.model,
         optimize=["writer", "rewriter"],
-        warmup=Warmup(demonstrate=demonstrate, steps=chosen.warmup_steps, batch=16),
+        # The checker is not optimised, but it has to know its two words.
+        warmup=Warmup(demonstrate=demonstrate, agents=["*"], steps=chosen.warmup_steps, batch=16, learning_rate=5e-4),
         steps=chosen.steps,
         tasks_per_step=8,
         group_size=8,
-        learning_rate=1e-4,
+        learning_rate=2e-4,
         lora_rank=16,
-        eval_tasks=load("val"),
+        precision="bfloat16",
+        max_length=1024,
+        slots=64,
         seed=chosen.seed,
         output_dir=chosen.output,
-    )
-    print(trainer.fit())
+    ).fit()
+    for name, evaluation in result.evaluations.items():
+        print(f"{name}: reward {evaluation.reward}, execution match {evaluation.parts['match']:.3f}")
+    print(f"gain by reinforcement learning: {result.gain}\nkept in {result.folder}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The teacher for the supervised warm-up: what each agent should answer, made from the gold query.
 
-Writer and rewriter are shown the gold query in one tidy style. For a share of the tasks (`MISTAKES`) the writer is
-handed a plausible mistake instead, so that the graph goes on to the checker and the rewriter and these have
-something to learn from; `is_mistake` tells which tasks, for a trainer that would rather not imitate those.
+Writer and rewriter are shown the gold query in one tidy style. For a share of the tasks (`MISTAKES`) the writer plays a
+plausible mistake, which is not learned: it takes the graph to the checker and the rewriter, who learn from it.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from agl.errors import UsageError
+from agl_trainer.warmup import Played
 from text_to_sql.data import database_path
 from text_to_sql.database import execute
 from text_to_sql.reward import execution_match
 from text_to_sql.schema import read_tables
 from text_to_sql.sqltext import tidy
 
-MISTAKES = 0.1
-"""The share of tasks whose writer is handed a mistake."""
+MISTAKES = 0.3
+"""The share of tasks whose writer plays a mistake."""
 
 TRIED = re.compile(r"\nQuery: (.*?)\nResult: ", re.DOTALL)
 """Where the prompts of checker and rewriter hold the query that was tried."""
@@ -33,7 +33,7 @@ def demonstrate(task: Mapping[str, Any], agent: str, prompt: str) -> str:
     if agent == "rewriter":
         return gold
     if agent == "writer":
-        return mistake(task) if is_mistake(task) else gold
+        return Played(mistake(task)) if is_mistake(task) else gold
     if agent == "checker":
         tried = TRIED.findall(prompt)
         if not tried:
@@ -43,7 +43,7 @@ def demonstrate(task: Mapping[str, Any], agent: str, prompt: str) -> str:
 
 
 def is_mistake(task: Mapping[str, Any]) -> bool:
-    """Whether the writer's demonstration for this task is meant to be wrong."""
+    """Whether the writer plays a mistake on this task."""
     return random.Random(f"mistake/{task['id']}").random() < MISTAKES
 
 
