@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from agl.protocols import Sampling, Token
 from agl.records import Row, Transition
 from agl_trainer.backends.transformers.engine import TransformersEngine

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from agl.protocols import Sampling, Token
 from agl.records import Row
 from agl_trainer.backends.transformers.engine import TransformersEngine

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from agl.chat import ChatRequest
 from agl.errors import UsageError
 from agl_trainer.chat import ChatFormat

@@ -14,19 +14,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
-import agl
-import agl_trainer
 import numpy as np
 import pytest
 import torch
-from agl.errors import BackendError, ConfigError, UsageError
-from agl.protocols import Sampling, Token
-from agl_trainer.backends.transformers import scheduler
-from agl_trainer.backends.transformers.engine import TransformersEngine
-from agl_trainer.backends.transformers.slots import Slots, refuse_unsupported
-from agl_trainer.batch.pack import TrainRow, micro_batches
-from agl_trainer.logprobs import LogprobModel
-from agl_trainer.policy import Policy
 from transformers import (
     Cohere2Config,
     Gemma2Config,
@@ -36,6 +26,17 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+import agl
+import agl_trainer
+from agl.errors import BackendError, ConfigError, UsageError
+from agl.protocols import Sampling, Token
+from agl_trainer.backends.transformers import scheduler
+from agl_trainer.backends.transformers.engine import TransformersEngine
+from agl_trainer.backends.transformers.slots import Slots, refuse_unsupported
+from agl_trainer.batch.pack import TrainRow, micro_batches
+from agl_trainer.logprobs import LogprobModel
+from agl_trainer.policy import Policy
 
 from .conftest import new_engine, new_policy, row_of, sample
 

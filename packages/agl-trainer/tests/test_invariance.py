@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
 from agl.protocols import LossInputs
 from agl.records import Reward, Rollout, Row, Task, Transition
 from agl.transitions import build_rows
@@ -19,7 +21,6 @@ from agl_trainer.batch.build import Scored, train_rows
 from agl_trainer.batch.pack import MicroBatch, TrainRow, micro_batches
 from agl_trainer.batch.weights import Aggregation
 from agl_trainer.logprobs import LogprobModel
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from .conftest import relative, transition
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from agl.errors import BackendError, NumericsError
 from agl.protocols import LossInputs
 from agl.transitions import build_rows
@@ -22,8 +25,6 @@ from agl_trainer.evaluate import Evaluation
 from agl_trainer.policy import Policy
 from agl_trainer.session import Result
 from agl_trainer.warmup import Warmup
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .conftest import new_policy, state_of, transition, weights_of
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import nn
+
 from agl.errors import CaptureError
 from agl.records import Call, Choice, Reward, Rollout, Task
 from agl.selection import Selection
@@ -13,7 +15,6 @@ from agl.transitions import build_rows
 from agl_trainer.algorithms.grpo import GRPO
 from agl_trainer.batch.build import Scored, advantages, credited, train_rows
 from agl_trainer.logprobs import selected_logprobs
-from torch import nn
 
 from .conftest import transition
 

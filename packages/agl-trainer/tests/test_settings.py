@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from agl.errors import ConfigError, PluginError, SelectionError, UsageError
 from agl_trainer import Trainer, Warmup
 from agl_trainer.config import TrainConfig

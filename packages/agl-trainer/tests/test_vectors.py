@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from agl.protocols import LossInputs
 from agl.records import Row
 from agl_trainer.algorithms import grpo
 from agl_trainer.algorithms.grpo import GRPO, kl_divergence
 from agl_trainer.batch.weights import Aggregation, token_weights
 from agl_trainer.logprobs import selected_logprobs
-from torch import nn
 
 from .conftest import cases, close, tensor
 
