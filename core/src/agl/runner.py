@@ -1,7 +1,8 @@
 """Runs agents: leases rollouts from the Lightning server, opens the scope, calls the agent function, reports the end.
 
 All rollouts of one process share one event loop, because an asynchronous HTTP client cannot outlive its loop.
-Synchronous agent functions run in threads that carry the scope.
+Synchronous agent functions run in threads that carry the scope. Nobody can end such a thread from outside: one that
+never returns is given up when its time is over, and does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import inspect
 import os
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +70,6 @@ class AsyncRunner:
         self.timeout = timeout
         self.lease_seconds = lease_seconds
         self.name = f"{socket.gethostname()}-{os.getpid()}"
-        self._threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="agl-agent")
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -87,7 +89,6 @@ class AsyncRunner:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
-            self._threads.shutdown(wait=False, cancel_futures=True)
             stop()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -99,7 +100,7 @@ class AsyncRunner:
     async def _attempt(self, lease: Lease) -> None:
         heart = asyncio.create_task(self._beat(lease))
         try:
-            await run_attempt(self.agent, self.client, lease, self.timeout, self._threads)
+            await run_attempt(self.agent, self.client, lease, self.timeout)
         except StaleAttempt:
             pass  # another attempt owns the rollout; what this one did is not counted
         finally:
@@ -111,9 +112,7 @@ class AsyncRunner:
             await self.client.heartbeat(lease.rollout.id, lease.attempt, lease.seconds)
 
 
-async def run_attempt(
-    agent: AgentFunction, client: LightningClient, lease: Lease, timeout: float, threads: ThreadPoolExecutor
-) -> None:
+async def run_attempt(agent: AgentFunction, client: LightningClient, lease: Lease, timeout: float) -> None:
     """Run one attempt and report its steps, outcome and reward. An agent that fails is data, not an exception."""
     rollout = lease.rollout
     llm = LLM(base_url=f"{client.url}/r/{rollout.id}/{lease.attempt}/v1", key=lease.key)
@@ -121,16 +120,21 @@ async def run_attempt(
     outcome: Outcome = "ok"
     error: str | None = None
     returned: Reward | None = None
+    limit = asyncio.timeout(timeout)
     try:
         with scope.rollout(here):
-            value = await asyncio.wait_for(_call(agent, rollout.task.data, llm, threads), timeout)
+            async with limit:
+                value = await _call(agent, rollout.task.data, llm)
         returned = None if value is None else Reward.of(value)
-    except TimeoutError:
-        outcome, error = "timeout", f"the agent did not return within {timeout:g} s"
     except RewardError as problem:
         outcome, error = "agent_error", f"the agent returned no usable reward: {problem}"
-    except Exception as problem:
-        outcome, error = classify(problem), f"{type(problem).__name__}: {problem}"
+    except (Exception, SystemExit, asyncio.CancelledError) as problem:
+        if _is_ours_to_obey(problem):
+            raise
+        if limit.expired():  # an agent may raise a TimeoutError of its own, which is another thing
+            outcome, error = "timeout", f"the agent did not return within {timeout:g} s"
+        else:
+            outcome, error = classify(problem), f"{type(problem).__name__}: {problem}"
     finally:
         await llm.close()
     if here.steps:
@@ -138,12 +142,43 @@ async def run_attempt(
     await client.finish(rollout.id, lease.attempt, outcome, returned, error)
 
 
-async def _call(agent: AgentFunction, task: Any, llm: LLM, threads: ThreadPoolExecutor) -> Any:
+def _is_ours_to_obey(problem: BaseException) -> bool:
+    """The runner is being stopped; not an agent that lets a cancellation of its own escape."""
+    task = asyncio.current_task()
+    return isinstance(problem, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+async def _call(agent: AgentFunction, task: Any, llm: LLM) -> Any:
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None)):  # noqa: B004
         return await agent(task, llm)
     context = contextvars.copy_context()
-    value = await asyncio.get_running_loop().run_in_executor(threads, lambda: context.run(agent, task, llm))
+    value = await _in_thread(lambda: context.run(agent, task, llm))
     return await value if inspect.isawaitable(value) else value
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Run in a daemon thread of its own; a pool would wait for its threads when the process ends."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def tell(value: Any, problem: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_result((value, problem))
+
+    def work() -> None:
+        value, problem = None, None
+        try:
+            value = function()
+        except BaseException as error:
+            problem = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, value, problem)
+
+    threading.Thread(target=work, name="agl-agent", daemon=True).start()
+    value, problem = await ended
+    if problem is not None:
+        raise problem
+    return value
 
 
 def classify(error: BaseException | None) -> Outcome:

@@ -25,7 +25,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -150,8 +149,7 @@ async def play(
             await client.set_policy(PolicyState(upstream=server.url, unselected=unselected))
             await client.enqueue(queued)
             leases = await client.lease("contract", rollouts, 60, wait=5)
-            with ThreadPoolExecutor(rollouts) as threads:
-                await asyncio.gather(*(run_attempt(agent, client, lease, 20, threads) for lease in leases))
+            await asyncio.gather(*(run_attempt(agent, client, lease, 20) for lease in leases))
             await asyncio.to_thread(server.wait)
             ended = [await client.rollout(rollout.id) for rollout in queued]
     finally:
