@@ -49,7 +49,6 @@ def trainer_from(path: Path, **overrides: Any) -> Any:
         ConfigError: the file, a key or a value is wrong; an unknown key comes with the nearest known one.
     """
     from agl_trainer.config import TrainConfig
-    from agl_trainer.loop import Trainer
 
     try:
         settings = tomllib.loads(path.read_text())
@@ -68,6 +67,8 @@ def trainer_from(path: Path, **overrides: Any) -> Any:
     for place in (os.getcwd(), str(folder)):
         if place not in sys.path:
             sys.path.insert(0, place)
+    from agl_trainer.loop import Trainer  # only now: it loads torch, which a misspelt key need not wait for
+
     agent = _function(settings.pop("agent"), folder)
     tasks = folder / settings.pop("tasks")
     held_out = settings.pop("eval_tasks", None)
