@@ -28,15 +28,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session")
-def shared_policy(model_folder: Path) -> Policy:
-    """A policy that nobody updates."""
-    return new_policy(model_folder)
-
-
 @pytest.fixture
 def policy(model_folder: Path) -> Policy:
-    """A policy to be changed."""
+    """The tiny model as a policy."""
     return new_policy(model_folder)
 
 
@@ -45,9 +39,9 @@ def new_policy(folder: Path, **settings: Any) -> Policy:
 
 
 @pytest.fixture
-def engine(shared_policy: Policy) -> Iterator[TransformersEngine]:
-    """An engine of four slots over the shared policy."""
-    engine = new_engine(shared_policy)
+def engine(policy: Policy) -> Iterator[TransformersEngine]:
+    """An engine of four slots."""
+    engine = new_engine(policy)
     yield engine
     engine.stop()
 

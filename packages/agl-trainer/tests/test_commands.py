@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError, UsageError
-from agl_trainer.commands import trainer_from
+from agl_trainer.commands import evaluate, trainer_from
 
 AGENT = """
 import time
@@ -111,16 +111,18 @@ def test_everything_a_trainer_takes_may_stand_in_the_file(project: Path, model_f
 # ------------------------------------------------------------------------------------------------------ commands
 
 
-@pytest.mark.slow
-def test_an_unknown_key_is_one_line_and_a_failure(project: Path, model_folder: Path):
-    done = agl("train", str(configure(project, model_folder, learning_rat=1)), cwd=project.parent)
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_an_unknown_key_is_one_line_and_a_failure(project: Path, model_folder: Path, command: str):
+    done = agl(command, str(configure(project, model_folder, learning_rat=1)), cwd=project.parent)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert "unknown setting 'learning_rat'; did you mean 'learning_rate'?" in line
 
 
 @pytest.mark.slow
-def test_train_then_eval_of_the_adapter_that_was_trained(project: Path, model_folder: Path):
+def test_train_then_eval_of_the_adapter_that_was_trained(
+    project: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """From another folder, with a worker process: paths are relative to the file."""
     path = configure(project, model_folder, eval_tasks="tasks.jsonl", lora_rank=4, workers=1)
     done = agl("train", str(path), cwd=project.parent)
@@ -129,10 +131,10 @@ def test_train_then_eval_of_the_adapter_that_was_trained(project: Path, model_fo
     assert set(told) == {"run", "model", "held-out gain"}
     model = project.parent / told["model"]
     assert (model / "adapter_config.json").is_file() and (model / "README.md").is_file()
-    measured = agl("eval", str(path), "--model", str(model), cwd=project.parent)
-    assert measured.returncode == 0, measured.stderr[-2000:]
-    assert measured.stdout.startswith("reward ") and "on 2 tasks, 0 unscored" in measured.stdout
-    assert "  length: " in measured.stdout
+    monkeypatch.chdir(project.parent)
+    evaluate(path, str(model))
+    measured = capsys.readouterr().out
+    assert measured.startswith("reward ") and "on 2 tasks, 0 unscored" in measured and "  length: " in measured
 
 
 @pytest.mark.slow

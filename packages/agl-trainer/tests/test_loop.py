@@ -171,8 +171,8 @@ def test_a_worker_process_runs_an_agent_that_stands_in_another_folder(train: Tra
 def test_the_same_seed_gives_the_same_answers_and_the_same_weights(train: Train):
     """Requests share batches as they happen to arrive, which moves the last bits of a logprob and nothing else."""
 
-    def run(seed: int) -> tuple[list[tuple[int, ...]], torch.Tensor]:
-        trainer = train(seed=seed, steps=3, group_size=8, slots=5)
+    def run(seed: int, steps: int = 2) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+        trainer = train(seed=seed, steps=steps, group_size=8, slots=5)
         answers: list[tuple[int, ...]] = []
         with trainer.session as session:
             for batch in trainer.batches():
@@ -180,9 +180,9 @@ def test_the_same_seed_gives_the_same_answers_and_the_same_weights(train: Train)
                 trainer.step(batch)
             return answers, torch.cat([parameter.detach().reshape(-1) for parameter in session.policy.parameters])
 
-    (first, weights), (again, twin), (other, _) = run(1), run(1), run(2)
-    assert first == again != other
-    torch.testing.assert_close(twin, weights, rtol=0, atol=1e-4)  # of 3e-3 that three steps may move a weight
+    (first, weights), (again, twin), (other, _) = run(1), run(1), run(2, 1)
+    assert first == again and first[:16] != other
+    torch.testing.assert_close(twin, weights, rtol=0, atol=1e-4)  # of 2e-3 that two steps may move a weight
 
 
 # --------------------------------------------------------------------------------------------------- agents
