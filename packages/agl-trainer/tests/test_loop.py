@@ -22,6 +22,7 @@ from agl.runner import load_agent
 from agl_trainer import Trainer, Warmup
 from agl_trainer.backends.transformers.engine import TransformersEngine
 from agl_trainer.loop import EMPTY_STEPS
+from agl_trainer.services import ServerProcess
 from agl_trainer.session import Result, Session
 from agl_trainer.tasks import read_tasks
 from agl_trainer.warmup import Played
@@ -185,6 +186,14 @@ def test_the_same_seed_gives_the_same_answers_and_the_same_weights(train: Train)
     torch.testing.assert_close(twin, weights, rtol=0, atol=1e-4)  # of 2e-3 that two steps may move a weight
 
 
+def test_several_passes_are_clipped_against_the_first_weights_and_make_one_version(train: Train):
+    trainer = train(epochs=4, learning_rate=1e-2, kl_coef=0.1, clip_high=0.01)
+    lines = metrics_of(trainer.fit().folder)
+    assert [line["version"] for line in lines] == [1, 2] and trainer.session.policy.version == 2
+    assert all(line["clipped"] > 0.05 and line["kl"] > 0 for line in lines)
+    assert all(line["mismatch_kl"] < 1e-6 for line in lines), "old logprobs are those of the weights that sampled"
+
+
 # --------------------------------------------------------------------------------------------------- agents
 
 
@@ -304,6 +313,27 @@ def test_warm_up_batches_without_a_learner_are_passed_over(train: Train):
     warmup = Warmup(demonstrate=lambda task, agent, prompt: "ok", agents=["rare"], steps=4, batch=1)
     result = train(seldom, warmup=warmup, steps=0).fit()
     assert sum("sft_loss" in line for line in metrics_of(result.folder)) == 2
+
+
+def test_two_runs_on_one_server_do_not_meet(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both have a batch 1 and demonstrations; the second one finds the first one's rollouts in the store."""
+    server = ServerProcess(tmp_path / "server")
+    server.start()
+    monkeypatch.setenv("AGL_KEY", server.key)
+    try:
+        for seed in (1, 2):
+            warmup = Warmup(demonstrate=teach, steps=1, batch=2)
+            result = train(writer_and_judge, warmup=warmup, server_url=server.url, steps=1, seed=seed).fit()
+            first, second = metrics_of(result.folder)
+            assert first["sft_loss"] > 0 and second["rollouts"] == 8 and "server_restarts" not in second
+    finally:
+        server.stop()
+
+
+def test_a_shared_server_needs_its_key(train: Train, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("AGL_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"server_url='http://127.0.0.1:1' needs that server's key in AGL_KEY"):
+        train(server_url="http://127.0.0.1:1").fit()
 
 
 def test_a_teacher_that_returns_no_text_is_told(train: Train):
