@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,9 @@ def agl_weights_updated(version: int) -> None:
 def agl_log_metrics(step: int, metrics: Mapping[str, float]) -> None:
     """Append one line of JSON; it is on disk at once, so a run that dies keeps its curve."""
     if "folder" in _run:
-        line = {"step": step, "time": round(time.time(), 3), "version": _run["version"], **metrics}
+        # A broken number is null: NaN is no JSON, and the line must be readable most of all when a run goes wrong.
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {"step": step, "time": round(time.time(), 3), "version": _run["version"], **numbers}
         with (_run["folder"] / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -87,10 +88,14 @@ def as_number(name: str, value: Any) -> float:
     """``value`` as a finite float; booleans count as 0 and 1, numpy and torch scalars are unwrapped."""
     item = getattr(value, "item", None)
     if callable(item):
-        value = item()
+        with suppress(ValueError, TypeError, RuntimeError):  # an array of several numbers is told below as what it is
+            value = item()
     if not isinstance(value, (int, float)):
         raise RewardError(f"reward part {name!r} is {value!r} ({type(value).__name__}); return a number")
-    return check_finite(name, float(value))
+    try:
+        return check_finite(name, float(value))
+    except OverflowError:
+        raise RewardError(f"reward part {name!r} has too many digits; a reward is a finite number") from None
 
 
 def check_finite(name: str, value: float) -> float:

@@ -106,12 +106,11 @@ class Session:
         temperature = self.config.eval_temperature if evaluating else self.config.temperature
         # Only the temperature shapes the distribution: the trainer computes logprobs for nothing else.
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
-        prefix = f"{self.folder.name}." if self.config.server_url else ""  # a shared server serves several runs
         wanted = [
             Rollout(
-                id=f"{prefix}{batch}-{place}-{sample}",
+                id=self._rollout_id(batch, place, sample),
                 task=task,
-                batch=prefix + batch,
+                batch=self._prefix + batch,
                 mode=mode,
                 optimize=self.selection.patterns,
                 sampling=sampling,
@@ -125,9 +124,17 @@ class Session:
         self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
         return [self.services.run(score(rollout, self.config.signal_weight)) for rollout in ended]
 
+    @property
+    def _prefix(self) -> str:
+        """A shared server serves several runs, which must not meet."""
+        return f"{self.folder.name}." if self.config.server_url else ""
+
+    def _rollout_id(self, batch: str, place: int, sample: int) -> str:
+        return f"{self._prefix}{batch}-{place}-{sample}"
+
     def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Scored]:
         """Run the agent while the teacher answers its calls; what was only played is left out."""
-        by_rollout = {f"demo-{place}-0": task for place, task in enumerate(tasks)}
+        by_rollout = {self._rollout_id("demo", place, 0): task for place, task in enumerate(tasks)}
         engine = Demonstrator(self.policy.tokenizer, self.config.max_length, warmup, by_rollout)
         teacher = endpoint.serve(endpoint.create_app(engine))
         upstream = self.services.run(teacher.__aenter__())
