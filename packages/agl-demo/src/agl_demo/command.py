@@ -82,13 +82,14 @@ def small_settings() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def tiny_settings() -> tuple[dict[str, Any], dict[str, Any]]:
     """The tiny model that `agl_demo.pretrain` made: all weights, float32."""
-    warmup = {"steps": 10, "batch": 32, "learning_rate": 1e-3}
+    warmup = {"steps": 4, "batch": 16, "learning_rate": 3e-4}
     settings = {
         "model": TINY_MODEL,
         "learning_rate": 1e-3,
-        "steps": 20,
-        "tasks_per_step": 8,
-        "group_size": 8,
+        "steps": 14,
+        "tasks_per_step": 16,
+        "group_size": 4,
+        "eval_samples": 2,
     }
     return warmup, settings
 

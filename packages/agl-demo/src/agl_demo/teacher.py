@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_demo.world import corrupt
 
-RIGHT = 0.4
+RIGHT = 0.25
 """How often a demonstrated query is right."""
 
 
