@@ -49,6 +49,7 @@ class Reward:
         for agent, parts in self.agents.items():
             for name, value in parts.items():
                 check_finite(f"{agent}.{name}", value)
+        check_finite("the sum of all parts", self.total)
 
     @classmethod
     def of(cls, returned: Any) -> Reward:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agl import plugins, scope
-from agl.errors import RewardError, StaleAttempt, UsageError
+from agl.errors import RewardError, ServerError, StaleAttempt, UsageError
 from agl.llm import LLM
 from agl.processes import end_with_parent
 from agl.protocols import AgentFunction
@@ -42,6 +42,9 @@ INFRASTRUCTURE_ERRORS = {
     "ReadError",
 }
 """Names of exceptions that mean "the model could not be reached": not the agent's fault."""
+
+LONGEST_ERROR = 4000
+"""Characters of an agent's error that are kept: its beginning and its end."""
 
 
 class AsyncRunner:
@@ -109,7 +112,12 @@ class AsyncRunner:
     async def _beat(self, lease: Lease) -> None:
         while True:
             await asyncio.sleep(lease.seconds / 3)
-            await self.client.heartbeat(lease.rollout.id, lease.attempt, lease.seconds)
+            try:
+                await self.client.heartbeat(lease.rollout.id, lease.attempt, lease.seconds)
+            except StaleAttempt:
+                return  # the attempt learns it when it reports its end
+            except ServerError:
+                continue  # the server may be back before the lease runs out
 
 
 async def run_attempt(agent: AgentFunction, client: LightningClient, lease: Lease, timeout: float) -> None:
@@ -128,13 +136,13 @@ async def run_attempt(agent: AgentFunction, client: LightningClient, lease: Leas
         returned = None if value is None else Reward.of(value)
     except RewardError as problem:
         outcome, error = "agent_error", f"the agent returned no usable reward: {problem}"
-    except (Exception, SystemExit, asyncio.CancelledError) as problem:
+    except BaseException as problem:
         if _is_ours_to_obey(problem):
             raise
         if limit.expired():  # an agent may raise a TimeoutError of its own, which is another thing
             outcome, error = "timeout", f"the agent did not return within {timeout:g} s"
         else:
-            outcome, error = classify(problem), f"{type(problem).__name__}: {problem}"
+            outcome, error = classify(problem), _describe(problem)
     finally:
         await llm.close()
     if here.steps:
@@ -143,9 +151,19 @@ async def run_attempt(agent: AgentFunction, client: LightningClient, lease: Leas
 
 
 def _is_ours_to_obey(problem: BaseException) -> bool:
-    """The runner is being stopped; not an agent that lets a cancellation of its own escape."""
-    task = asyncio.current_task()
-    return isinstance(problem, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    """The runner is being stopped; not an agent that lets a cancellation or an exit of its own escape."""
+    if isinstance(problem, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    if isinstance(problem, KeyboardInterrupt):  # Ctrl-C reaches the main thread only; in any other the agent raised it
+        return threading.current_thread() is threading.main_thread()
+    return isinstance(problem, GeneratorExit)  # the loop is gone
+
+
+def _describe(problem: BaseException) -> str:
+    """An error as text that travels: of bounded length, without half characters."""
+    text = f"{type(problem).__name__}: {problem}".encode(errors="backslashreplace").decode()
+    return text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR // 2]} ... {text[-LONGEST_ERROR // 2 :]}"
 
 
 async def _call(agent: AgentFunction, task: Any, llm: LLM) -> Any:
@@ -176,6 +194,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
     threading.Thread(target=work, name="agl-agent", daemon=True).start()
     value, problem = await ended
+    if isinstance(problem, KeyboardInterrupt):  # not the user's: signals reach the main thread only
+        raise RuntimeError("the agent raised KeyboardInterrupt") from problem
     if problem is not None:
         raise problem
     return value
@@ -201,8 +221,8 @@ def load_agent(path: str) -> AgentFunction:
         raise UsageError(f"agent {path!r}: write module:function or file.py:function")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, FileNotFoundError) as error:
-        raise UsageError(f"agent {path!r}: cannot import {where!r}: {error}") from error
+    except Exception as error:  # a module may raise whatever it likes while it is imported
+        raise UsageError(f"agent {path!r}: cannot import {where!r}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -226,7 +246,7 @@ def worker(
     agent: Annotated[str, typer.Argument(help="module:function or file.py:function")],
     url: Annotated[str, typer.Option(envvar="AGL_URL", help="The Lightning server.")],
     key: Annotated[str, typer.Option(envvar="AGL_KEY", help="Its key; better given by AGL_KEY than typed.")],
-    concurrency: Annotated[int, typer.Option(help="Rollouts at once.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at once.")] = 32,
     timeout: Annotated[float, typer.Option(help="Seconds that one rollout may take.")] = 600.0,
 ) -> None:
     """Run agents for a Lightning server, in this process, until interrupted."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agl.errors import ConfigError
 from agl.plugins import nearest
+
+
+def _path_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+Place = Annotated[str, BeforeValidator(_path_as_text)]
+"""A path, as text or as ``pathlib`` writes it."""
 
 
 class Endpoint(BaseModel):
@@ -31,7 +40,7 @@ class TrainConfig(BaseModel):
     )
 
     # what is trained
-    model: str
+    model: Place
     """A Hugging Face id or a directory with a causal language model and a chat template."""
     optimize: list[str] | None = None
     """Names or globs of the agents to train; None trains all."""
@@ -105,7 +114,7 @@ class TrainConfig(BaseModel):
     """Seconds without any finished rollout after which training ends with a diagnosis."""
     max_attempts: int = Field(2, ge=1)
     """How often a rollout is tried before it counts as failed."""
-    server_url: str | None = None
+    server_url: str | None = Field(None, pattern="^https?://")
     """A Lightning server that runs already (its key in AGL_KEY); None starts one."""
 
     # evaluation and records
@@ -113,9 +122,9 @@ class TrainConfig(BaseModel):
     """Evaluate on the held-out tasks after so many steps; 0 only before and after."""
     eval_samples: int = Field(1, ge=1)
     """Rollouts of each held-out task."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Order of tasks, sampling, new weights."""
-    output_dir: str = "runs"
+    output_dir: Place = "runs"
     """Each run makes a folder in it."""
     trackers: list[str] = []
     """Trackers of Accelerate besides the local log: tensorboard, wandb, trackio, mlflow, ..."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agl import plugins
-from agl.errors import CaptureError
+from agl.errors import CaptureError, UsageError
 from agl.protocols import AgentFunction, Algorithm
 from agl.records import Rollout
 from agl_trainer.algorithms.sft import SFT
@@ -51,8 +51,13 @@ class Trainer:
             settings: see `agl_trainer.config.TrainConfig`.
 
         Raises:
-            UsageError: an unknown or bad setting, no tasks, an unknown algorithm or backend.
+            UsageError: an unknown or bad setting, no tasks, an unknown algorithm or backend, or an argument of another
+                kind.
         """
+        if not callable(agent):
+            raise UsageError(f"agent={agent!r} is no function; write one that takes (task, llm) and returns a reward")
+        if warmup is not None and not isinstance(warmup, Warmup):
+            raise UsageError(f"warmup={warmup!r} is no Warmup; write warmup=Warmup(demonstrate=...)")
         self.config = TrainConfig.of(**settings)
         self.tasks = read_tasks(tasks)
         self.eval_tasks = read_tasks(eval_tasks) if eval_tasks is not None else []

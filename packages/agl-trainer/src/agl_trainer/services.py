@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from agl_trainer.config import Endpoint, TrainConfig
 T = TypeVar("T")
 START_SECONDS = 30.0
 WATCH_SECONDS = 0.25
+CLOSE_SECONDS = 10.0
 
 
 class LoopThread:
@@ -39,17 +40,29 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run in the loop and wait for the result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+    def _work(self) -> None:
+        while not self._closing:
+            # asyncio lets these two out of the loop as well as into the task; an agent's task may raise them.
+            with suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run in the loop and wait for the result.
+
+        Raises:
+            TimeoutError: it took longer.
+        """
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 
     def close(self) -> None:
         """Stop the loop."""
+        self._closing = True
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=10)
+        self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
             self.loop.close()
 
@@ -247,7 +260,8 @@ class Services:
                 worker.kill()
         if self._runner is not None:
             self._runner.cancel()
-            self._agents.run(_settle())
+            with suppress(TimeoutError):  # an agent blocks the loop; its thread does not keep the process alive
+                self._agents.run(_settle(), CLOSE_SECONDS)
         self._serving.run(self.backend.close())
         self._serving.run(self._stack.aclose())
         if self.server is not None:

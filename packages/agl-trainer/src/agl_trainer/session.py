@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from agl import endpoint, plugins
-from agl.errors import BackendError, CaptureError
+from agl.errors import BackendError, CaptureError, ConfigError, UsageError
 from agl.protocols import AgentFunction, Backend
 from agl.records import Mode, Rollout, Row, Task
 from agl.selection import Selection
@@ -47,6 +48,23 @@ class Result:
         return self.evaluations["after"].gain_over(self.evaluations.get("after warm-up") or self.evaluations["before"])
 
 
+_running = threading.Lock()
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """One run for one process: random numbers, Accelerate's state and the local log are the process's."""
+    if not _running.acquire(blocking=False):
+        raise UsageError(
+            "another Trainer is running in this process (a loop over batches() runs until it is left); wait for its "
+            "end, or use another process"
+        )
+    try:
+        yield
+    finally:
+        _running.release()
+
+
 class Session:
     """Entered once by the loop (entering again inside is allowed): loads, starts, and stops in the end."""
 
@@ -69,34 +87,41 @@ class Session:
         self._since = 0.0
 
     def __enter__(self) -> Session:
+        if self._depth == 0:
+            with ExitStack() as stack:
+                self._begin(stack)
+                self._ending = stack.pop_all()
         self._depth += 1
-        if self._depth == 1:
-            self.folder.mkdir(parents=True)
-            say(f"this run is kept in {self.folder}")
-            self.policy = Policy(self.config, self.folder)
-            self.backend = self._make_backend(self.policy, self.config)
-            self.services = Services(self.agent, self.config, self.backend, self.folder)
-            try:
-                self.services.start()
-                self.services.serve(self.policy.version)
-                self._canary()
-            except BaseException:
-                self.services.close()
-                self.policy.close()
-                raise
-            self.policy.start_trackers(self.folder.name)
-            plugins.manager().hook.agl_train_start(trainer=self)
-            self._since = time.monotonic()
         return self
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Start everything; the stack knows how to stop what was started, whatever fails."""
+        stack.enter_context(_alone())
+        try:
+            self.folder.mkdir(parents=True)
+        except FileExistsError:
+            raise UsageError(f"this Trainer has run already, into {self.folder}; make a new one") from None
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.config.output_dir!r}: cannot make {self.folder}: {error}") from error
+        say(f"this run is kept in {self.folder}")
+        self.policy = Policy(self.config, self.folder)
+        stack.callback(self.policy.close)
+        self.backend = self._make_backend(self.policy, self.config)
+        self.services = Services(self.agent, self.config, self.backend, self.folder)
+        stack.callback(self.services.close)
+        self.services.start()
+        self.services.serve(self.policy.version)
+        self._canary()
+        self.policy.start_trackers(self.folder.name)
+        hooks = plugins.manager().hook
+        stack.callback(hooks.agl_train_end, trainer=self)
+        hooks.agl_train_start(trainer=self)
+        self._since = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            try:
-                plugins.manager().hook.agl_train_end(trainer=self)
-            finally:
-                self.policy.close()
-                self.services.close()
+            self._ending.close()
 
     # ----------------------------------------------------------------------------------------------- rollouts
 
@@ -105,7 +130,8 @@ class Session:
         evaluating = mode == "eval" and self.config.eval_temperature is not None
         temperature = self.config.eval_temperature if evaluating else self.config.temperature
         # Only the temperature shapes the distribution: the trainer computes logprobs for nothing else.
-        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        # A seed of the agent's own would make all rollouts of a group alike.
+        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "seed": None}
         wanted = [
             Rollout(
                 id=self._rollout_id(batch, place, sample),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ def read_tasks(source: str | Path | Sequence[Mapping[str, Any]]) -> list[Task]:
     A mapping without ``id`` gets one made from its content.
 
     Raises:
-        UsageError: no tasks, a line that is not a JSON object, or two tasks with one id.
+        UsageError: no tasks, a task that is not a JSON object, or two tasks with one id.
     """
+    if not isinstance(source, (str, Path, Iterable)):
+        raise UsageError(f"tasks are {source!r}; give a list of JSON objects, or a JSONL file of them")
     rows = _read_lines(Path(source)) if isinstance(source, (str, Path)) else list(source)
     if not rows:
         raise UsageError(f"no tasks in {source!r}")
@@ -28,7 +30,8 @@ def read_tasks(source: str | Path | Sequence[Mapping[str, Any]]) -> list[Task]:
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UsageError(f"task {place} is {row!r}; a task is a JSON object")
-        name = str(row["id"]) if "id" in row else _content_id(row)
+        content = _as_json(row, place)
+        name = _content_id(content) if row.get("id") is None else str(row["id"])
         if name in tasks:
             raise UsageError(f"two tasks have the id {name!r} (the second is number {place})")
         tasks[name] = Task(id=name, data=row)
@@ -38,8 +41,12 @@ def read_tasks(source: str | Path | Sequence[Mapping[str, Any]]) -> list[Task]:
 def _read_lines(path: Path) -> list[Any]:
     if not path.is_file():
         raise UsageError(f"no file {str(path)!r} with tasks")
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: {error}") from error
     rows: list[Any] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # only that ends a line: strings hold the others
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -48,9 +55,16 @@ def _read_lines(path: Path) -> list[Any]:
     return rows
 
 
-def _content_id(row: Mapping[str, Any]) -> str:
-    text = json.dumps(row, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _as_json(row: Mapping[str, Any], place: int) -> bytes:
+    """What travels to the agents; a set, a date or NaN would arrive as something else, or not at all."""
+    try:
+        return json.dumps(dict(row), sort_keys=True, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"task {place} does not fit into JSON: {error}") from error
+
+
+def _content_id(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def epochs(tasks: Sequence[Task], seed: int) -> Iterator[Task]:

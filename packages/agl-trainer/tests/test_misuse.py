@@ -1,0 +1,211 @@
+"""What careless hands give to a trainer: it is told at once, and nothing is left running or silently changed."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agl
+from agl import plugins
+from agl.errors import CaptureError, ConfigError, StallError, UsageError
+from agl.hookspecs import hookimpl
+from agl_trainer import Trainer
+from agl_trainer.config import TrainConfig
+from agl_trainer.tasks import read_tasks
+
+Train = Callable[..., Trainer]
+
+TASKS = [{"id": name, "question": f"Say {name}"} for name in ("a", "b")]
+
+
+async def ask(llm: agl.LLM, question: str, **options: Any) -> str:
+    async with llm.async_client() as client:
+        answer = await client.chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": question}], **{"max_tokens": 4, **options}
+        )
+    return answer.choices[0].message.content or ""
+
+
+async def answer(task: Mapping[str, Any], llm: agl.LLM) -> float:
+    return float(len(await ask(llm, task["question"])))
+
+
+@pytest.fixture
+def train(model_folder: Path, tmp_path: Path) -> Train:
+    def trainer(agent: Any = answer, tasks: Any = TASKS, **settings: Any) -> Trainer:
+        small = {"steps": 1, "tasks_per_step": 1, "group_size": 2, "max_length": 256, "slots": 8, "max_attempts": 1}
+        places = {"model": model_folder, "output_dir": tmp_path / "runs"}
+        return Trainer(agent, tasks, **{**small, **places, "stall_timeout": 20, **settings})
+
+    return trainer
+
+
+# ------------------------------------------------------------------------------------------------ before it begins
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"agent": "module:function"}, r"agent='module:function' is no function"),
+        ({"warmup": {"demonstrate": None}}, r"warmup=\{.*\} is no Warmup; write warmup=Warmup"),
+        ({"tasks": 5}, r"tasks are 5; give a list of JSON objects"),
+        ({"tasks": [{"when": datetime.date(2026, 1, 1)}]}, r"task 0 does not fit into JSON: .*date"),
+        ({"tasks": [{"id": "a"}, {"id": "b", "x": float("nan")}]}, r"task 1 does not fit into JSON"),
+        ({"tasks": [{"text": "\ud800"}]}, r"task 0 does not fit into JSON: .*surrogates"),
+        ({"seed": -1}, r"setting 'seed' = -1"),
+        ({"seed": 2**32}, r"setting 'seed' = 4294967296"),
+        ({"server_url": "localhost:80"}, r"setting 'server_url' = 'localhost:80'"),
+    ],
+)
+def test_a_wrong_argument_is_told_before_anything_is_loaded(arguments: dict[str, Any], text: str):
+    agent, tasks = arguments.pop("agent", answer), arguments.pop("tasks", TASKS)
+    with pytest.raises(UsageError, match=text):
+        Trainer(agent, tasks, model="nowhere", **arguments)
+
+
+def test_paths_may_be_paths(tmp_path: Path):
+    config = TrainConfig.of(model=tmp_path, output_dir=tmp_path)
+    assert config.model == config.output_dir == str(tmp_path)
+
+
+def test_a_task_file_may_begin_with_a_mark_and_hold_any_line_separator(tmp_path: Path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + '{"text": "a\u2028b\u0085c"}\r\n\r\n{"text": "d"}\r\n'.encode())
+    assert [task.data["text"] for task in read_tasks(path)] == ["a\u2028b\u0085c", "d"]
+
+
+def test_a_task_file_in_another_encoding_is_told(tmp_path: Path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes('{"text": "é"}'.encode("latin-1"))
+    with pytest.raises(UsageError, match=r"tasks\.jsonl is not UTF-8"):
+        read_tasks(path)
+
+
+def test_a_task_whose_id_is_null_is_named_by_its_content():
+    first, second = read_tasks([{"id": None, "q": 1}, {"id": None, "q": 2}])
+    assert len(first.id) == 16 and first.id != second.id
+
+
+def test_an_output_folder_that_cannot_be_made_is_told(train: Train, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir='.*file/runs': cannot make"):
+        train(output_dir=tmp_path / "file" / "runs").fit()
+
+
+# ------------------------------------------------------------------------------------------------- while it runs
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("agl-")}
+
+
+def test_a_second_trainer_at_the_same_time_is_refused_and_harms_nothing(train: Train):
+    first = train()
+    with first.session:
+        with pytest.raises(UsageError, match="another Trainer is running in this process"):
+            train().fit()
+        result = first.fit()
+    assert json.loads((result.folder / "metrics.jsonl").read_text())["step"] == 1
+    with pytest.raises(UsageError, match="has run already"):
+        first.fit()
+    assert not threads()
+
+
+class Broken:
+    """A plugin that fails when training begins."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    @hookimpl
+    def agl_train_start(self, trainer: Any) -> None:
+        raise RuntimeError("the plugin is broken")
+
+    @hookimpl
+    def agl_train_end(self, trainer: Any) -> None:
+        self.ended += 1
+
+
+def test_a_plugin_that_fails_at_the_start_leaves_nothing_running(train: Train):
+    plugin, manager = Broken(), plugins.manager()
+    manager.register(plugin)
+    try:
+        with pytest.raises(RuntimeError, match="the plugin is broken"):
+            train().fit()
+    finally:
+        manager.unregister(plugin)
+    assert not threads() and plugin.ended == 1
+    assert train().fit().model.is_dir(), "the next trainer runs as if nothing had been"
+
+
+def test_a_seed_of_the_agents_own_does_not_make_a_group_alike(train: Train):
+    said: list[str] = []
+
+    async def seeded(task: Mapping[str, Any], llm: agl.LLM) -> float:
+        said.append(await ask(llm, "Say", seed=7, temperature=0.0, max_tokens=8))
+        return 1.0
+
+    train(seeded, group_size=4).fit()
+    assert len(said) == len(set(said)) == 4
+
+
+def test_an_agent_that_interrupts_is_an_agent_that_failed(train: Train):
+    async def child() -> None:
+        raise SystemExit(3)
+
+    async def interrupting(task: Mapping[str, Any], llm: agl.LLM) -> float:
+        if task["id"] == "a":
+            raise KeyboardInterrupt
+        await asyncio.create_task(child())  # asyncio lets this one out of its loop
+        return 1.0
+
+    trainer = train(interrupting)
+    with trainer.session as session:
+        errors = [rollout.error for rollout in session.rollouts("b", trainer.tasks, 1)]
+    assert errors == ["KeyboardInterrupt: ", "SystemExit: 3"]
+
+
+def test_an_agent_that_blocks_its_loop_does_not_keep_training_from_its_end(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("agl_trainer.services.CLOSE_SECONDS", 0.5)
+    wake = threading.Event()
+
+    async def blocking(task: Mapping[str, Any], llm: agl.LLM) -> float:
+        wake.wait(60)
+        return 1.0
+
+    began = time.monotonic()
+    with pytest.raises(StallError, match="agents are running and do not return"):
+        train(blocking, stall_timeout=1).fit()
+    wake.set()
+    assert time.monotonic() - began < 20
+
+
+def test_parts_whose_sum_is_infinite_are_no_reward(train: Train):
+    async def rich(task: Mapping[str, Any], llm: agl.LLM) -> dict[str, float]:
+        await ask(llm, "Say")
+        return {"one": 1e308, "two": 1e308}
+
+    with pytest.raises(CaptureError, match="the sum of all parts' is inf"):
+        train(rich).fit()
+
+
+def test_an_endless_error_of_an_agent_is_cut_and_half_characters_are_told(train: Train):
+    async def failing(task: Mapping[str, Any], llm: agl.LLM) -> float:
+        raise ValueError("begin \ud800 " + "x" * 20_000_000 + " end")
+
+    trainer = train(failing)
+    with trainer.session as session:
+        (rollout,) = session.rollouts("b", trainer.tasks[:1], 1)
+    assert rollout.error is not None and len(rollout.error) < 5000
+    assert rollout.error.startswith(r"ValueError: begin \ud800 x") and rollout.error.endswith("x end")
+    assert rollout.outcome == "agent_error"
