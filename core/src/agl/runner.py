@@ -221,6 +221,8 @@ def load_agent(path: str) -> AgentFunction:
         raise UsageError(f"agent {path!r}: write module:function or file.py:function")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except (ImportError, FileNotFoundError) as error:
+        raise UsageError(f"agent {path!r}: cannot import {where!r}: {error}") from error
     except Exception as error:  # a module may raise whatever it likes while it is imported
         raise UsageError(f"agent {path!r}: cannot import {where!r}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
