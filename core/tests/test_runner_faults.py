@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agl.client import LightningClient
 from agl.errors import ServerError, StaleAttempt, UsageError
 from agl.records import Lease, Rollout, Task
 from agl.runner import AsyncRunner, load_agent
@@ -84,3 +85,9 @@ async def test_heartbeats_go_on_after_the_server_was_ill():
 
 async def test_an_attempt_that_is_stale_does_not_beat_on():
     assert await beats(IllServer(StaleAttempt("another attempt", 409)), wanted=3) == 1
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "", "ftp://localhost"])
+def test_an_address_that_is_no_url_is_told_at_once(url: str):
+    with pytest.raises(UsageError, match=r"the Lightning server's address is '.*'; write a URL"):
+        LightningClient(url, "key")

@@ -45,7 +45,12 @@ class LightningClient:
             url: the server's address, without a path.
             key: the server's key; never shown in messages.
             patience: seconds for which a request is tried again while the server is away or busy.
+
+        Raises:
+            UsageError: the address is no URL.
         """
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"the Lightning server's address is {url!r}; write a URL such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self.patience = patience
         self._key = key

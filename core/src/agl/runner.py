@@ -249,7 +249,7 @@ def worker(
     url: Annotated[str, typer.Option(envvar="AGL_URL", help="The Lightning server.")],
     key: Annotated[str, typer.Option(envvar="AGL_KEY", help="Its key; better given by AGL_KEY than typed.")],
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at once.")] = 32,
-    timeout: Annotated[float, typer.Option(help="Seconds that one rollout may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one rollout may take.")] = 600.0,
 ) -> None:
     """Run agents for a Lightning server, in this process, until interrupted."""
     end_with_parent()

@@ -18,6 +18,7 @@ from agl import plugins
 from agl.errors import CaptureError, ConfigError, StallError, UsageError
 from agl.hookspecs import hookimpl
 from agl_trainer import Trainer
+from agl_trainer.commands import trainer_from
 from agl_trainer.config import TrainConfig
 from agl_trainer.tasks import read_tasks
 
@@ -209,3 +210,48 @@ def test_an_endless_error_of_an_agent_is_cut_and_half_characters_are_told(train:
     assert rollout.error is not None and len(rollout.error) < 5000
     assert rollout.error.startswith(r"ValueError: begin \ud800 x") and rollout.error.endswith("x end")
     assert rollout.outcome == "agent_error"
+
+
+# ------------------------------------------------------------------------------------------ configuration files
+
+
+def configuration(folder: Path, lines: str = "", **settings: Any) -> Path:
+    (folder / "agent.py").write_text("def answer(task, llm):\n    return 1.0\n\ndef teach(*_):\n    return 'x'\n")
+    (folder / "tasks.jsonl").write_text('{"id": "a"}\n')
+    base = {"agent": "agent.py:answer", "tasks": "tasks.jsonl", "model": "nowhere"}
+    path = folder / "train.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in {**base, **settings}.items()) + lines)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"agent": 3}, r"setting 'agent' = 3: must be text"),
+        ({"model": 3}, r"setting 'model' = 3: must be text"),
+        ({"tasks": ["a.jsonl"]}, r"setting 'tasks' = \['a\.jsonl'\]: must be text"),
+        ({"warmup": 3}, r"setting 'warmup' = 3: must be a table"),
+        ({"lines": '[warmup]\ndemonstrate = "agent.py:teach"\nsteps = "x"\n'}, r"steps of at least 1, not 'x'"),
+        ({"lines": '[warmup]\ndemonstrate = "agent.py:teach"\nlearning_rate = 0\n'}, r"learning_rate above 0, not 0"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_in_a_file_is_named(tmp_path: Path, settings: dict[str, Any], text: str):
+    with pytest.raises(UsageError, match=text):
+        trainer_from(configuration(tmp_path, **settings))
+
+
+def test_a_configuration_that_is_a_folder_or_no_text_is_told(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no configuration file .*: Is a directory"):
+        trainer_from(tmp_path)
+    (tmp_path / "train.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"train\.toml is not TOML"):
+        trainer_from(tmp_path / "train.toml")
+
+
+def test_model_and_output_folder_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "project" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    config = trainer_from(configuration(tmp_path / "project", model="mine", output_dir="out")).config
+    assert config.model == str(tmp_path / "project" / "mine")
+    assert config.output_dir == str(tmp_path / "project" / "out")
+    assert trainer_from(configuration(tmp_path / "project", model="Qwen/Qwen3")).config.model == "Qwen/Qwen3"

@@ -45,7 +45,10 @@ def serve(
 
     end_with_parent()
     auth.check_bind(host, given is not None)
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(f"--home {str(home)!r} cannot be made: {error.strerror}") from error
     with _alone(home):
         (home / ADDRESS).unlink(missing_ok=True)  # of a server that was killed
         key = auth.load_key(home, given)

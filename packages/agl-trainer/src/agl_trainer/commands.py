@@ -15,6 +15,8 @@ from agl.plugins import nearest
 from agl.runner import load_agent
 
 FILE_KEYS = ("agent", "tasks", "eval_tasks", "warmup")
+PATH_KEYS = ("model", "output_dir")
+"""Settings that are paths relative to the file."""
 WARMUP_KEYS = ("demonstrate", "agents", "tasks", "steps", "batch", "learning_rate")
 
 
@@ -52,9 +54,9 @@ def trainer_from(path: Path, **overrides: Any) -> Any:
 
     try:
         settings = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no configuration file {str(path)!r}") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"no configuration file {str(path)!r}: {error.strerror}") from None
+    except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError
         raise ConfigError(f"{path} is not TOML: {error}") from error
     known = [*FILE_KEYS, *TrainConfig.model_fields]
     for key in settings:
@@ -63,7 +65,12 @@ def trainer_from(path: Path, **overrides: Any) -> Any:
     for key in ("agent", "tasks", "model"):
         if key not in settings | overrides:
             raise ConfigError(f"{path}: setting {key!r} is missing")
+    _check_kinds(path, settings)
     folder = path.parent.resolve()
+    if "model" in settings and (folder / settings["model"]).is_dir():
+        settings["model"] = str(folder / settings["model"])  # else it is the id of a model
+    if "output_dir" in settings:
+        settings["output_dir"] = str(folder / settings["output_dir"])
     for place in (os.getcwd(), str(folder)):
         if place not in sys.path:
             sys.path.insert(0, place)
@@ -79,6 +86,14 @@ def trainer_from(path: Path, **overrides: Any) -> Any:
         warmup=_warmup(settings.pop("warmup", None), folder),
         **(settings | overrides),
     )
+
+
+def _check_kinds(path: Path, settings: dict[str, Any]) -> None:
+    """The settings that are read here, before `TrainConfig` looks at the others."""
+    kinds = dict.fromkeys((*PATH_KEYS, "agent", "tasks", "eval_tasks"), (str, "text")) | {"warmup": (dict, "a table")}
+    for key, (kind, wanted) in kinds.items():
+        if not isinstance(settings.get(key, kind()), kind):
+            raise ConfigError(f"{path}: setting {key!r} = {settings[key]!r}: must be {wanted}")
 
 
 def _function(path: str, folder: Path) -> Any:

@@ -42,8 +42,14 @@ class Warmup:
     """Default: the run's."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch < 1:
-            raise UsageError(f"a warm-up needs steps and batch of at least 1, not {self.steps!r} and {self.batch!r}")
+        if not callable(self.demonstrate):
+            raise UsageError(f"demonstrate={self.demonstrate!r} is no function; write demonstrate(task, agent, prompt)")
+        for name, value in (("steps", self.steps), ("batch", self.batch)):
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"a warm-up needs {name} of at least 1, not {value!r}")
+        rate = self.learning_rate
+        if rate is not None and not (isinstance(rate, (int, float)) and 0 < rate < float("inf")):
+            raise UsageError(f"a warm-up needs a learning_rate above 0, not {rate!r}")
 
 
 class Demonstrator:
