@@ -2,7 +2,8 @@
 
 A call is a transition if and only if the gateway finished it **and**, where an adapter minted its id, the
 framework reported its end. Of an SDK's retries the highest counts. Cancelled, timed-out, abandoned, failed and
-cached calls are therefore no transitions. Calls without an id come from programs without an adapter and all count.
+cached calls are therefore no transitions. Calls without an id come from programs without an adapter and all count,
+but a retry takes the place of the call it repeats: its answer was lost on the way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def agl_build_transitions(rollout: Rollout) -> Sequence[Transition]:
             rival = last.get(call.call_id)
             if rival is None or (call.retry, call.ended) > (rival.retry, rival.ended):
                 last[call.call_id] = call
-    counted = sorted([*unlabelled, *last.values()], key=lambda call: (call.started, call.id))
+    counted = sorted([*_without_lost(unlabelled), *last.values()], key=_order)
     return [
         Transition(
             rollout=rollout.id,
@@ -46,6 +47,24 @@ def agl_build_transitions(rollout: Rollout) -> Sequence[Transition]:
         for choice in call.choices
         if choice.response_ids
     ]
+
+
+def _order(call: Call) -> tuple[float, str]:
+    return call.started, call.id
+
+
+def _without_lost(calls: Sequence[Call]) -> list[Call]:
+    """Leave out what a retry repeats: the latest earlier call of the agent with the same prompt and a lower count."""
+    kept: list[Call] = []
+    for call in sorted(calls, key=_order):
+        if call.retry:
+            for index in reversed(range(len(kept))):
+                one = kept[index]
+                if one.retry < call.retry and (one.agent, one.prompt_ids) == (call.agent, call.prompt_ids):
+                    del kept[index]
+                    break
+        kept.append(call)
+    return kept
 
 
 def build_rows(transitions: Sequence[Transition]) -> list[Row]:
