@@ -27,7 +27,9 @@ T = TypeVar("T")
 RETRIED = {429, 502, 503, 504}
 """Statuses that mean "later"; every other refusal is final."""
 ENQUEUED_AT_ONCE = 256
-"""Rollouts in one request; the server limits a request's size."""
+"""Rollouts in one request."""
+LARGEST_REQUEST = 8_000_000
+"""Bytes of one request; the server refuses twice as many."""
 ANSWER_SECONDS = 30.0
 """How long an answer may take beyond what the request itself asked to wait."""
 
@@ -74,9 +76,13 @@ class LightningClient:
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts to the queue; ids that are known already are left as they are."""
-        for start in range(0, len(rollouts), ENQUEUED_AT_ONCE):
-            part = tuple(rollouts[start : start + ENQUEUED_AT_ONCE])
-            await self._request("POST", "/api/rollouts", wire.Enqueue(rollouts=part))
+        message = wire.Enqueue(rollouts=tuple(rollouts))
+        middle = len(rollouts) // 2
+        if middle and (len(rollouts) > ENQUEUED_AT_ONCE or len(wire.encode(message)) > LARGEST_REQUEST):
+            await self.enqueue(rollouts[:middle])
+            await self.enqueue(rollouts[middle:])
+        elif rollouts:
+            await self._request("POST", "/api/rollouts", message)
 
     async def lease(self, worker: str, limit: int, seconds: float, wait: float = 0.0) -> Sequence[Lease]:
         """Up to ``limit`` rollouts to run, none when there are none within ``wait`` seconds."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +18,17 @@ import pytest
 
 import agl
 from agl import plugins
+from agl.client import LightningClient
+from agl.endpoint import create_app, serve
 from agl.errors import CaptureError, ConfigError, StallError, UsageError
 from agl.hookspecs import hookimpl
+from agl.runner import load_agent
+from agl.testing import ScriptedEngine
+from agl.wire import PolicyState
 from agl_trainer import Trainer
 from agl_trainer.commands import trainer_from
 from agl_trainer.config import TrainConfig
+from agl_trainer.services import ServerProcess
 from agl_trainer.tasks import read_tasks
 
 Train = Callable[..., Trainer]
@@ -255,3 +264,43 @@ def test_model_and_output_folder_are_relative_to_the_file(tmp_path: Path, monkey
     assert config.model == str(tmp_path / "project" / "mine")
     assert config.output_dir == str(tmp_path / "project" / "out")
     assert trainer_from(configuration(tmp_path / "project", model="Qwen/Qwen3")).config.model == "Qwen/Qwen3"
+
+
+# ------------------------------------------------------------------------------------------- servers and workers
+
+
+def test_a_second_run_on_a_server_that_serves_one_is_refused(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A server has one policy: the second run's would answer the agents of the first."""
+    server = ServerProcess(tmp_path / "server")
+    server.start()
+    monkeypatch.setenv("AGL_KEY", server.key)
+
+    async def busy() -> None:
+        async with serve(create_app(ScriptedEngine())) as backend, LightningClient(server.url, server.key) as client:
+            await client.set_policy(PolicyState(upstream=backend, version=7))
+            trainer = train(server_url=server.url)
+            with pytest.raises(ConfigError, match=r"serves another run, whose backend is alive \(policy version 7\)"):
+                await asyncio.to_thread(trainer.fit)
+            assert (await client.policy()) == PolicyState(upstream=backend, version=7), "the first run serves on"
+
+    try:
+        asyncio.run(busy())
+        assert train(server_url=server.url).fit().model.is_dir(), "the first run is over"
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "agent_of_worker.py").write_text("async def answer(task, llm):\n    return float(task['number'])\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    trainer = train(load_agent("agent_of_worker:answer"), [{"id": "a", "number": 2}], workers=1)
+    with trainer.session as session:
+        (worker,) = session.services._workers
+        os.kill(worker.pid, signal.SIGKILL)
+        (rollout,) = session.rollouts("b", trainer.tasks, 1)
+        (other,) = session.services._workers
+    assert rollout.returned is not None and rollout.returned.total == 2.0 and other.pid != worker.pid
+    assert other.returncode is not None, "the new one is stopped in the end as the old one would have been"

@@ -28,6 +28,7 @@ from agl.records import Rollout
 from agl.runner import AsyncRunner
 from agl.wire import PolicyState, Upstream
 from agl_trainer.config import Endpoint, TrainConfig
+from agl_trainer.progress import say
 
 T = TypeVar("T")
 START_SECONDS = 30.0
@@ -110,9 +111,7 @@ class ServerProcess:
         """Start it again if it has died: what it acknowledged is on disk."""
         if self._process is not None and self._process.poll() is not None:
             self.restarts += 1
-            print(
-                f"agl: the Lightning server died (exit {self._process.returncode}); starting it again", file=sys.stderr
-            )
+            say(f"the Lightning server died (exit {self._process.returncode}); starting it again")
             self.start()
 
     def stop(self) -> None:
@@ -148,6 +147,8 @@ class Services:
             self.server.start()
         self._client = self._serving.run(self._stack.enter_async_context(LightningClient(*self.address)))
         self._serving.run(self.backend.start())
+        if self.server is None:
+            self._refuse_busy_server()
         if self.config.workers == "external":
             return
         if self.config.workers:
@@ -165,6 +166,27 @@ class Services:
             raise ConfigError(f"server_url={self.config.server_url!r} needs that server's key in AGL_KEY")
         assert self.config.server_url is not None
         return self.config.server_url, key
+
+    def _refuse_busy_server(self) -> None:
+        """A server serves one policy: a second run would answer the first one's agents with its own.
+
+        Raises:
+            ConfigError: another run's backend answers.
+        """
+        state = self._serving.run(self.client.policy())
+        if state is None or state.upstream == self.backend.url:
+            return
+        import httpx2
+
+        try:
+            answer = httpx2.get(f"{state.upstream}/health", timeout=5.0, trust_env=False)
+        except httpx2.TransportError:
+            return  # that run is over
+        if answer.is_success:
+            raise ConfigError(
+                f"server_url={self.config.server_url!r}: that server serves another run, whose backend is alive "
+                f"(policy version {state.version}); wait for its end, or start a second `agl serve` with another --home"
+            )
 
     async def _run_agents(self) -> None:
         async with LightningClient(*self.address) as client:
@@ -225,14 +247,19 @@ class Services:
         return [ended[rollout.id] for rollout in rollouts]
 
     def check(self) -> None:
-        """Revive the server; raise what killed the runner or the workers."""
+        """Revive what was killed; raise what ended the runner or a worker by itself."""
         if self.server is not None:
             self.server.revive()
         if self._runner is not None and self._runner.done():
             self._runner.result()
             raise RunError("the runner has ended by itself")
-        for worker in self._workers:
-            if worker.poll() is not None:
+        for place, worker in enumerate(self._workers):
+            if worker.poll() is None:
+                continue
+            if worker.returncode < 0:  # by a signal, such as the kernel's when memory is short; its leases run out
+                say(f"a worker process was killed (signal {-worker.returncode}); starting another")
+                self._workers[place] = self._start_worker()
+            else:
                 tail = (self._folder / "workers.log").read_text(errors="replace")[-800:]
                 raise RunError(f"a worker process died (exit {worker.returncode}); its log ends: {tail}")
 
