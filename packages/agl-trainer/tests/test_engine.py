@@ -355,7 +355,7 @@ async def test_a_failure_reaches_everybody_who_waits(policy: Policy, monkeypatch
 
 async def test_stopping_the_engine_ends_every_wait(policy: Policy):
     engine = new_engine(policy)
-    asked = [asyncio.create_task(sample(engine, prompt_of(seed), max_tokens=400)) for seed in range(6)]
+    asked = [asyncio.create_task(sample(engine, prompt_of(seed), max_tokens=8000)) for seed in range(6)]
     await asyncio.sleep(0.05)
     await asyncio.to_thread(engine.stop)
     answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from agl.protocols import LossInputs
 from agl.records import Reward, Rollout, Row, Task, Transition
 from agl.transitions import build_rows
+from agl_trainer import attention
 from agl_trainer.algorithms.grpo import GRPO
 from agl_trainer.batch import build
 from agl_trainer.batch.build import Scored, train_rows
@@ -41,14 +42,14 @@ def exact() -> LogprobModel:
         initializer_range=0.2,
     )
     return LogprobModel(
-        AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
+        AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention.register()).eval()
     )
 
 
 @pytest.fixture(scope="session")
 def llama(model_folder: Path) -> LogprobModel:
     """The tiny Llama in float32, its weights scaled so that not all tokens are equally likely."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation=attention.register()).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -296,3 +297,23 @@ def test_the_gradient_is_the_derivative_of_the_loss(exact: LogprobModel, aggrega
         return loss
 
     assert (moved(1) - moved(-1)) / (2 * step) == pytest.approx(slope, rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_grouped_attention_equals_repeated_keys_and_values(length: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, length, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(2, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.rand(2, 1, length, 9) < 0.6
+    mask[..., 0] = True
+    ours, _ = attention.grouped_attention(torch.nn.Identity(), query, key, value, mask)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), attn_mask=mask
+    ).transpose(1, 2)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad(ours.square().sum(), (query, key, value)),
+        torch.autograd.grad(plain.square().sum(), (query, key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -304,3 +304,26 @@ def test_a_worker_that_is_killed_is_replaced(train: Train, tmp_path: Path, monke
         (other,) = session.services._workers
     assert rollout.returned is not None and rollout.returned.total == 2.0 and other.pid != worker.pid
     assert other.returncode is not None, "the new one is stopped in the end as the old one would have been"
+
+
+def test_calls_that_one_rollout_makes_at_the_same_time_repeat_whatever_order_they_arrive_in(train: Train):
+    said: list[dict[str, str]] = []
+
+    async def parallel(task: Mapping[str, Any], llm: agl.LLM) -> float:
+        questions = ["one", "two", "three"]
+        if len(said) == 1:
+            questions.reverse()
+        answers = await asyncio.gather(*(ask(llm, question) for question in questions))
+        said.append(dict(zip(questions, answers, strict=True)))
+        return 1.0
+
+    for _ in range(2):
+        train(parallel, group_size=1).fit()
+    assert said[0] == said[1] and len(set(said[0].values())) == 3
+
+
+@pytest.mark.parametrize(("tracker", "text"), [("wandbb", "Unsupported"), ("swanlab", "packages of.*not installed")])
+def test_a_tracker_that_cannot_be_had_is_told(train: Train, monkeypatch: pytest.MonkeyPatch, tracker: str, text: str):
+    monkeypatch.setattr("accelerate.tracking.is_swanlab_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"trackers=\['{tracker}'\]: .*{text}"):
+        train(trackers=[tracker]).fit()

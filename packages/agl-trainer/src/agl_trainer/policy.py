@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from agl.errors import BackendError, NumericsError
+from agl.errors import BackendError, ConfigError, NumericsError
 from agl.protocols import Algorithm, LossInputs
 from agl_trainer import models
 from agl_trainer.batch.pack import MicroBatch
@@ -33,11 +33,17 @@ class Policy:
         self.config = config
         half = config.precision == "bfloat16"
         mixed = half and not config.lora_rank  # full training keeps float32 weights and computes in bfloat16
-        self.accelerator = Accelerator(
-            mixed_precision="bf16" if mixed else "no",
-            log_with=list[Any](config.trackers) or None,
-            project_dir=str(folder) if folder else None,
-        )
+        try:
+            self.accelerator = Accelerator(
+                mixed_precision="bf16" if mixed else "no",
+                log_with=list[Any](config.trackers) or None,
+                project_dir=str(folder) if folder else None,
+            )
+        except ValueError as error:
+            raise ConfigError(f"trackers={config.trackers!r}: {error}") from error
+        # Accelerate passes over a tracker whose package is missing.
+        if lacking := {*config.trackers} - {"all"} - {str(tracker) for tracker in self.accelerator.log_with}:
+            raise ConfigError(f"trackers={config.trackers!r}: the packages of {sorted(lacking)!r} are not installed")
         set_seed(config.seed)
         model, self.tokenizer = models.load(config.model, "float32" if mixed else config.precision)
         self._frozen_copy: Any = None

@@ -34,6 +34,7 @@ class TransformersEngine:
         self._slots = slots
         self._seed = seed
         self._asked: dict[str, int] = {}
+        """How often each rollout has asked each of its prompts of these weights."""
         self._schedulers: dict[bool, Scheduler] = {}
         self._wake = threading.Condition()
         self._arrived: list[tuple[bool, Request]] = []
@@ -61,10 +62,11 @@ class TransformersEngine:
             raise UsageError("no frozen base is kept, so nothing can answer from it; train with unselected='frozen'")
         self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Token | BaseException] = asyncio.Queue()
+        prompt = np.array(prompt_ids, dtype=np.int64)
         request = Request(
-            prompt=np.array(prompt_ids, dtype=np.int64),
+            prompt=prompt,
             sampling=sampling,
-            random=random.Random(self._seed_of(sampling)),
+            random=random.Random(self._seed_of(prompt, sampling)),
             deliver=lambda token: self._outbox.append((queue, token)),
             stop_ids=self.policy.stop_ids,
         )
@@ -103,6 +105,7 @@ class TransformersEngine:
 
     def refresh(self, version: int) -> None:
         """The weights have changed: forget every key and value that the old ones made."""
+        self._asked.clear()  # other rollouts ask from now on
         with self.policy.lock:
             self.version = version
             for scheduler in self._schedulers.values():
@@ -113,11 +116,11 @@ class TransformersEngine:
         names = ("prompt_tokens", "reused_tokens", "sampled_tokens")
         return {name: sum(getattr(s, name) for s in self._schedulers.values()) for name in names}
 
-    def _seed_of(self, sampling: Sampling) -> int:
-        """A seed that depends on who asks, not on when: runs repeat although requests arrive in any order."""
+    def _seed_of(self, prompt: np.ndarray, sampling: Sampling) -> int:
+        """A seed that depends on who asks what, not on when: runs repeat although requests arrive in any order."""
         if sampling.seed is not None:
             return sampling.seed
-        who = sampling.labels.get("rollout", "")
+        who = f"{zlib.crc32(prompt.tobytes())}/{sampling.labels.get('rollout', '')}"
         self._asked[who] = self._asked.get(who, -1) + 1
         return zlib.crc32(f"{self._seed}/{who}/{self._asked[who]}".encode())
 
