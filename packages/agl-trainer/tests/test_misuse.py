@@ -322,6 +322,7 @@ def test_calls_that_one_rollout_makes_at_the_same_time_repeat_whatever_order_the
     assert said[0] == said[1] and len(set(said[0].values())) == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*no supported trackers")
 @pytest.mark.parametrize(("tracker", "text"), [("wandbb", "Unsupported"), ("swanlab", "packages of.*not installed")])
 def test_a_tracker_that_cannot_be_had_is_told(train: Train, monkeypatch: pytest.MonkeyPatch, tracker: str, text: str):
     monkeypatch.setattr("accelerate.tracking.is_swanlab_available", lambda: False)
