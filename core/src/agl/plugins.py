@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
@@ -72,8 +72,7 @@ def manager() -> pluggy.PluginManager:
             register(pm, _load(point), point.name)
             if point.dist is not None:
                 ORIGINS[point.name] = f"{point.dist.name} {point.dist.version}"
-    if os.environ.get("AGL_TRACE_PLUGINS"):
-        pm.add_hookcall_monitoring(_print_call, _ignore_result)
+    pm.add_hookcall_monitoring(_print_call if os.environ.get("AGL_TRACE_PLUGINS") else _ignore_call, _name_hook)
     return pm
 
 
@@ -117,13 +116,24 @@ def nearest(wrong: str, names: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _ignore_result(*_: Any) -> None:
+def _ignore_call(*_: Any) -> None:
     pass
 
 
 def _print_call(hook_name: str, implementations: Sequence[pluggy.HookImpl], kwargs: Mapping[str, Any]) -> None:
-    names = ", ".join(implementation.plugin_name for implementation in implementations)
-    print(f"agl hook {hook_name}({', '.join(kwargs)}) -> {names or 'nobody'}", file=sys.stderr)
+    print(f"agl hook {hook_name}({', '.join(kwargs)}) -> {_names(implementations) or 'nobody'}", file=sys.stderr)
+
+
+def _name_hook(
+    outcome: pluggy.Result[Any], hook_name: str, implementations: Sequence[pluggy.HookImpl], kwargs: Mapping[str, Any]
+) -> None:
+    """An error that a plugin lets out says where it came from."""
+    if outcome.exception is not None:
+        outcome.exception.add_note(f"raised in hook {hook_name}; plugins that implement it: {_names(implementations)}")
+
+
+def _names(implementations: Sequence[pluggy.HookImpl]) -> str:
+    return ", ".join(implementation.plugin_name for implementation in implementations)
 
 
 # ------------------------------------------------------------------------------------ one function for each hook
@@ -218,7 +228,7 @@ async def _ready(value: Any) -> Any:
 def signal_rewards(steps: Sequence[Step]) -> list[float]:
     """What the plugins think of each step that they judge."""
     hook = manager().hook.agl_signal_reward
-    return [rewards.check_finite("signal", value) for step in steps for value in hook(step=step)]
+    return [rewards.as_number("signal", value) for step in steps for value in hook(step=step)]
 
 
 def assign_credit(rollout: Rollout, transitions: Sequence[Transition]) -> list[Transition]:
@@ -227,13 +237,16 @@ def assign_credit(rollout: Rollout, transitions: Sequence[Transition]) -> list[T
     Raises:
         RunError: a plugin returned another number of values than there are transitions.
     """
-    shares = list(manager().hook.agl_assign_credit(rollout=rollout, transitions=transitions))
-    if len(shares) != len(transitions):
+    shares: Any = manager().hook.agl_assign_credit(rollout=rollout, transitions=transitions)
+    if not isinstance(shares, Sequence):
+        raise RunError(f"agl_assign_credit returned {shares!r}; return a list with a number for each transition")
+    numbers = cast("Sequence[Any]", shares)
+    if len(numbers) != len(transitions):
         raise RunError(
-            f"agl_assign_credit returned {len(shares)} values for {len(transitions)} transitions "
+            f"agl_assign_credit returned {len(numbers)} values for {len(transitions)} transitions "
             f"of rollout {rollout.id!r}"
         )
     return [
-        transition.with_reward(rewards.check_finite("credit", share))
-        for transition, share in zip(transitions, shares, strict=True)
+        transition.with_reward(rewards.as_number("credit", share))
+        for transition, share in zip(transitions, numbers, strict=True)
     ]

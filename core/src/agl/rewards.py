@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+from agl.errors import RewardError
 from agl.hookspecs import hookimpl
-from agl.records import Rollout, Step, as_number, check_finite
+from agl.records import Rollout, Step, as_number
 
-__all__ = ["agl_compute_reward", "agl_signal_reward", "check_finite", "sum_parts"]
+__all__ = ["agl_compute_reward", "agl_signal_reward", "as_number", "sum_parts"]
 
 
 @hookimpl
@@ -26,10 +28,12 @@ def sum_parts(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Add parts of the same name.
 
     Raises:
-        RewardError: a part that is not a finite number.
+        RewardError: an answer that is no mapping, or a part that is not a finite number.
     """
     parts: dict[str, float] = {}
-    for answer in answers:
-        for name, value in answer.items():
+    for answer in cast("Sequence[Any]", answers):
+        if not isinstance(answer, Mapping):
+            raise RewardError(f"agl_compute_reward returned {answer!r}; return named parts, such as {{'reward': 1.0}}")
+        for name, value in cast("Mapping[str, Any]", answer).items():
             parts[name] = parts.get(name, 0.0) + as_number(name, value)
     return parts
