@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from agl.detokenizer import Detokenizer
-from agl.endpoint import create_app, serve
+from agl.endpoint import create_app, serve, serve_engine
 from agl.errors import UsageError
 from agl.testing import ByteTokenizer, ModelServer, ScriptedEngine, tool_call
 
@@ -429,13 +429,19 @@ async def test_a_client_that_leaves_ends_the_generation_at_once(streaming: bool)
 async def test_serve_runs_in_the_present_loop_and_frees_its_port():
     async with serve(create_app(ScriptedEngine())) as url, httpx2.AsyncClient() as client:
         assert (await client.get(f"{url}/health")).status_code == 200
-    port = int(httpx2.URL(url).port or 0)
-    async with serve(create_app(ScriptedEngine()), port=port) as again, httpx2.AsyncClient() as client:
-        assert httpx2.URL(again).port == port
-        assert (await client.get(f"{again}/health")).status_code == 200
-        # The path is a secret of its own each time: neither the bare port nor the old address opens anything.
-        assert (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 404
-        assert (await client.get(f"{url}/health")).status_code == 404
+    port = int(url.rpartition(":")[2])
+    async with serve(create_app(ScriptedEngine()), port=port) as again:
+        assert again == url
+
+
+async def test_an_engine_is_served_at_a_secret_path():
+    async with serve_engine(ScriptedEngine()) as url, httpx2.AsyncClient() as client:
+        assert (await client.get(f"{url}/health")).status_code == 200
+        bare, _, _ = url.rpartition("/")
+        for path in ("/health", "/v1/models", "/x/health", "//health", f"/{url.rpartition('/')[2]}x/health"):
+            assert (await client.get(bare + path)).status_code == 404
+    async with serve_engine(ScriptedEngine()) as again:
+        assert again.rpartition("/")[2] != url.rpartition("/")[2]
 
 
 async def test_a_server_that_stops_cuts_open_streams():

@@ -411,19 +411,6 @@ class _QuietServer(uvicorn.Server):
         yield  # the program's signals are its own
 
 
-def _behind(prefix: str, app: ASGIApp) -> ASGIApp:
-    """The application under ``prefix``, and nothing anywhere else."""
-
-    async def inside(scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        if not path.startswith(f"{prefix}/"):
-            await JSONResponse({"error": {"message": "not found"}}, 404)(scope, receive, send)
-            return
-        await app({**scope, "path": path[len(prefix) :]}, receive, send)
-
-    return inside
-
-
 @asynccontextmanager
 async def serve(app: ASGIApp, *, port: int = 0) -> AsyncGenerator[str]:
     """Serve an application on the loopback interface, in the current event loop, inside the block.
@@ -433,15 +420,13 @@ async def serve(app: ASGIApp, *, port: int = 0) -> AsyncGenerator[str]:
         port: 0 takes a free one.
 
     Yields:
-        The base URL, such as ``http://127.0.0.1:40001/k3J...`` (without ``/v1``). The path is a secret: who does not
-        know it gets 404, so that other users of this machine cannot call the engine past the gateway.
+        The base URL, such as ``http://127.0.0.1:40001`` (without ``/v1``).
     """
-    secret = f"/{secrets.token_urlsafe(16)}"
     listener = socket.create_server(("127.0.0.1", port), backlog=2048)
     # Without it every second request of a kept connection waits 40 ms for a delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(
-        _behind(secret, app),
+        app,
         interface="asgi3",
         lifespan="off",
         ws="none",
@@ -457,8 +442,32 @@ async def serve(app: ASGIApp, *, port: int = 0) -> AsyncGenerator[str]:
             if serving.done():
                 serving.result()
             await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}{secret}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving
         listener.close()
+
+
+@asynccontextmanager
+async def serve_engine(engine: Engine, *, port: int = 0) -> AsyncGenerator[str]:
+    """Serve an engine as `serve` does, at a base URL whose path is a secret.
+
+    Who does not know it gets 404: other users of this machine cannot call the engine past the gateway.
+    """
+    secret = f"/{secrets.token_urlsafe(16)}"
+    async with serve(_behind(secret, create_app(engine)), port=port) as url:
+        yield url + secret
+
+
+def _behind(prefix: str, app: ASGIApp) -> ASGIApp:
+    """The application under ``prefix``, and nothing anywhere else."""
+
+    async def inside(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if not path.startswith(f"{prefix}/"):
+            await JSONResponse({"error": {"message": "not found"}}, 404)(scope, receive, send)
+            return
+        await app({**scope, "path": path[len(prefix) :]}, receive, send)
+
+    return inside

@@ -96,7 +96,7 @@ class Trainer:
     def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One training step on scored rollouts; returns its metrics."""
         config, session = self.config, self.session
-        scored = credited(rollouts, session.selection)
+        scored = credited(rollouts, session.selection, session.agents_seen)
         gains = advantages(scored, self.algorithm, config.baseline)
         rows = train_rows(scored, gains, config.aggregation, config.max_length, keep_zero=config.kl_coef > 0)
         metrics = count(rollouts, scored)

@@ -162,7 +162,7 @@ class Session:
         """Run the agent while the teacher answers its calls; what was only played is left out."""
         by_rollout = {self._rollout_id("demo", place, 0): task for place, task in enumerate(tasks)}
         engine = Demonstrator(self.policy.tokenizer, self.config.max_length, warmup, by_rollout)
-        teacher = endpoint.serve(endpoint.create_app(engine))
+        teacher = endpoint.serve_engine(engine)
         upstream = self.services.run(teacher.__aenter__())
         try:
             self.services.serve(self.policy.version, upstream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,18 +38,27 @@ class Scored:
     transitions: Sequence[Transition]
 
 
-def credited(rollouts: Sequence[Rollout], selection: Selection) -> list[Scored]:
+def credited(rollouts: Sequence[Rollout], selection: Selection, seen: Collection[str] = ()) -> list[Scored]:
     """Join, select, assign credit.
 
+    Args:
+        rollouts: of one step.
+        selection: the agents that are trained.
+        seen: agents that made calls earlier in the run. A selected one that rests in this step is no error.
+
     Raises:
-        CaptureError: no rollout has a transition of a selected agent; the text says what was seen instead.
+        CaptureError: no call counts at all; the text says what was seen instead.
+        SelectionError: calls count, but of no agent that is selected.
     """
     scored: list[Scored] = []
+    joined = 0
     for rollout in rollouts:
         if rollout.returned is not None:
             transitions = plugins.assign_credit(rollout, plugins.build_transitions(rollout))
+            joined += len(transitions)
             scored.append(Scored(rollout, [t for t in transitions if t.agent in selection]))
-    if not any(item.transitions for item in scored):
+    resting = joined > 0 and any(agent in selection for agent in seen)
+    if not resting and not any(item.transitions for item in scored):
         raise CaptureError(explain_emptiness(rollouts, selection))
     return scored
 

@@ -23,7 +23,7 @@ class TransformersBackend:
     async def start(self) -> None:
         """Start the engine's thread and its endpoint, in the current event loop."""
         self.engine.start()
-        self.url = await self._stack.enter_async_context(endpoint.serve(endpoint.create_app(self.engine)))
+        self.url = await self._stack.enter_async_context(endpoint.serve_engine(self.engine))
 
     async def update_weights(self, version: int) -> None:
         """The weights are shared, so they are there already; what the old ones computed is forgotten."""
