@@ -42,8 +42,8 @@ async def ask(llm: agl.LLM, question: str, tokens: int = 4) -> str:
 
 
 def letters(text: str) -> float:
-    """A bandit's reward: the share of small letters in an answer of four tokens."""
-    return sum("a" <= character <= "z" for character in text) / 4
+    """A bandit's reward: the share of plain ASCII in an answer of four tokens."""
+    return sum(" " <= character <= "~" for character in text) / 4
 
 
 async def bandit(task: Mapping[str, Any], llm: agl.LLM) -> float:
@@ -291,8 +291,11 @@ def test_a_warm_up_imitates_and_reinforcement_learning_goes_on_from_there(train:
         await asyncio.sleep(0)
         return "xyz"
 
+    async def taught(task: Mapping[str, Any], llm: agl.LLM) -> float:
+        return sum(character in "xyz" for character in await ask(llm, task["question"])) / 4
+
     warmup = Warmup(demonstrate=teach_later, steps=6, batch=4, learning_rate=2e-2)
-    result = train(eval_tasks=TASKS, warmup=warmup, steps=1, eval_samples=8).fit()
+    result = train(taught, eval_tasks=TASKS, warmup=warmup, steps=1, eval_samples=8).fit()
     assert list(result.evaluations) == ["before", "after warm-up", "after"]
     lines = metrics_of(result.folder)
     imitation = [line["sft_loss"] for line in lines if "sft_loss" in line]
