@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from agl.errors import UsageError
-from agl_trainer.warmup import Played
+from agl_trainer import Played
 from text_to_sql.data import curriculum, database_path, load
 from text_to_sql.demonstrate import MISTAKES, demonstrate, is_mistake, mistake
 from text_to_sql.reward import execution_match

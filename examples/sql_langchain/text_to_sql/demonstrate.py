@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agl.errors import UsageError
-from agl_trainer.warmup import Played
+from agl_trainer import Played
 from text_to_sql.data import database_path
 from text_to_sql.database import execute
 from text_to_sql.reward import execution_match

@@ -12,15 +12,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if TYPE_CHECKING:
     from agl_trainer.loop import Trainer
     from agl_trainer.session import Result
-    from agl_trainer.warmup import Warmup
+    from agl_trainer.warmup import Played, Warmup
 
-__all__ = ["Result", "Trainer", "Warmup"]
+__all__ = ["Played", "Result", "Trainer", "Warmup"]
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    homes = {"Trainer": "loop", "Result": "session", "Warmup": "warmup"}
+    homes = {"Trainer": "loop", "Result": "session", "Warmup": "warmup", "Played": "warmup"}
     if name not in homes:
         raise AttributeError(f"module 'agl_trainer' has no attribute {name!r}")
     return getattr(importlib.import_module(f"agl_trainer.{homes[name]}"), name)
