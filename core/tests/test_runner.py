@@ -152,8 +152,10 @@ async def test_a_broken_reward_is_the_agents_error(agent: Any):
 
 
 @pytest.mark.parametrize("agent", both(fails(KeyError("sql"))))
-async def test_an_exception_is_data_with_its_name(agent: Any):
-    assert await outcome_of(agent) == ("agent_error", None, "KeyError: 'sql'")
+async def test_an_exception_is_data_with_its_name_and_place(agent: Any):
+    outcome, returned, error = await outcome_of(agent)
+    assert (outcome, returned) == ("agent_error", None)
+    assert error is not None and error.startswith("KeyError: 'sql' (at ") and "test_runner.py:" in error
 
 
 @pytest.mark.parametrize(

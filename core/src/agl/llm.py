@@ -30,7 +30,7 @@ class LLM:
     """Call ids that left already."""
 
     def openai(self) -> dict[str, Any]:
-        """Keyword arguments for LangChain's ``ChatOpenAI`` and every SDK that takes the same names."""
+        """Keyword arguments for LangChain's ``ChatOpenAI``; for the plain SDK there are `client` and `async_client`."""
         http = http_library()
         options: dict[str, Any] = {"timeout": None, "verify": _tls(), "trust_env": False}
         client = http.Client(**options, event_hooks={"request": [self._stamp]})

@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -161,9 +162,17 @@ def _is_ours_to_obey(problem: BaseException) -> bool:
 
 
 def _describe(problem: BaseException) -> str:
-    """An error as text that travels: of bounded length, without half characters."""
-    text = f"{type(problem).__name__}: {problem}".encode(errors="backslashreplace").decode()
+    """An error as text that travels: with its place, of bounded length, without half characters."""
+    text = f"{type(problem).__name__}: {problem}{_place(problem)}".encode(errors="backslashreplace").decode()
     return text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR // 2]} ... {text[-LONGEST_ERROR // 2 :]}"
+
+
+def _place(problem: BaseException) -> str:
+    """The innermost line of the agent's own code: not of a library it called, and not of ours."""
+    libraries = (os.sep + "site-packages" + os.sep, os.path.dirname(os.__file__), os.path.dirname(__file__))
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
+    return f" (at {own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
 
 async def _call(agent: AgentFunction, task: Any, llm: LLM) -> Any:
@@ -255,6 +264,8 @@ def worker(
     end_with_parent()
     sys.path.insert(0, os.getcwd())
     function = load_agent(agent)
+
+    typer.echo(f"agl worker: runs {agent} for {url}; Ctrl-C ends it")
 
     async def work() -> None:
         from agl.client import LightningClient

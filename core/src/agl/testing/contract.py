@@ -6,7 +6,7 @@ class TestMyFramework(AdapterContract):
 
     def run(self, situation: str, llm: agl.LLM) -> Any:
         if situation == "plain_call":
-            return Agent("writer", OpenAI(**llm.openai())).ask("hello")
+            return Agent("writer", llm.client()).ask("hello")
         ...
 ```
 

@@ -21,6 +21,10 @@ from agl_trainer.warmup import Warmup
 
 EMPTY_STEPS = 5
 """Steps in a row in which every group's rewards were all equal, after which training stops with the reason."""
+NOTHING_TO_LEARN = (
+    "the rewards inside every group were all equal, so there is nothing to learn from. Use easier or harder tasks, a "
+    "denser reward, a warm-up, or a larger group_size"
+)
 
 Tasks = str | Path | Sequence[Mapping[str, Any]]
 
@@ -51,8 +55,7 @@ class Trainer:
             settings: see `agl_trainer.config.TrainConfig`.
 
         Raises:
-            UsageError: an unknown or bad setting, no tasks, an unknown algorithm or backend, or an argument of another
-                kind.
+            UsageError: an unknown or bad setting, no tasks, an unknown algorithm or backend, a wrong argument.
         """
         if not callable(agent):
             raise UsageError(f"agent={agent!r} is no function; write one that takes (task, llm) and returns a reward")
@@ -76,10 +79,13 @@ class Trainer:
             if self.warmup is not None:
                 self.warm_up(self.warmup)
                 session.evaluate("after warm-up", self.eval_tasks)
+            version = session.policy.version
             for batch in self.batches():
                 self.step(batch)
                 if self.config.eval_every and self.steps % self.config.eval_every == 0 < self.config.steps - self.steps:
                     session.evaluate(f"after step {self.steps}", self.eval_tasks)
+            if self.steps and session.policy.version == version:
+                raise CaptureError(f"no step changed the weights: {NOTHING_TO_LEARN}")
             session.evaluate("after", self.eval_tasks)
             return session.result()
 
@@ -105,9 +111,8 @@ class Trainer:
         self._empty_steps = 0 if rows else self._empty_steps + 1
         if self._empty_steps >= EMPTY_STEPS:
             raise CaptureError(
-                f"in {EMPTY_STEPS} steps in a row the rewards inside every group were all equal (mean reward "
-                f"{metrics['reward']:.3f}): there is nothing to learn from. Use easier or harder tasks, a denser "
-                "reward, a warm-up, or a larger group_size"
+                f"{EMPTY_STEPS} steps in a row changed no weight (mean reward {metrics['reward']:.3f}): "
+                f"{NOTHING_TO_LEARN}"
             )
         self.steps += 1
         if self.steps == min(3, config.steps):

@@ -54,6 +54,8 @@ def agl_step_end(step: int, metrics: Mapping[str, float]) -> None:
     shown = {"reward": "reward {:.3f}", "sft_loss": "loss {:.3f}", "grad_norm": "gradient {:.3g}"}
     shown |= {"unscored": "unscored {:.0f}", "degenerate_groups": "equal groups {:.0%}", "seconds": "{:.1f} s"}
     parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+    if "loss" not in metrics:
+        parts.append("nothing to learn: the rewards inside every group were equal")
     say(f"{'warm-up' if step <= 0 else 'step'} {step}: {', '.join(parts)}")
 
 

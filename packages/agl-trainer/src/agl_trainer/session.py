@@ -47,6 +47,12 @@ class Result:
             return None
         return self.evaluations["after"].gain_over(self.evaluations.get("after warm-up") or self.evaluations["before"])
 
+    def __str__(self) -> str:
+        lines = [f"held-out reward {name}: {evaluation.reward}" for name, evaluation in self.evaluations.items()]
+        if self.gain is not None:
+            lines.append(f"gain by reinforcement learning: {self.gain}")
+        return "\n".join([*lines, f"model: {self.model}"])
+
 
 _running = threading.Lock()
 
