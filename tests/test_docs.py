@@ -69,3 +69,9 @@ def test_the_configuration_page_tells_every_setting() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == as_markdown(), (
         "run: python -m agl_trainer.config > docs/configuration.md"
     )
+
+
+@pages
+def test_a_page_holds_no_placeholder(page: Path) -> None:
+    text = page.read_text()
+    assert not [word for word in ("TO BE MEASURED", "DEMO_" + "TABLE", "TODO", "FIXME") if word in text]
