@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from agl.protocols import Sampling
+from agl_trainer import attention
 from agl_trainer.backends.transformers.engine import TransformersEngine
 from agl_trainer.config import TrainConfig
 from agl_trainer.models import SMALL_MODEL
@@ -91,6 +92,7 @@ def main() -> None:
         for shared in (False, True) if count > 8 else (False,):
             row: dict[str, Any] = {"requests": count, "shared prompts": shared}
             for name, way in ways.items():
+                policy.model.set_attn_implementation(attention.register() if name == "agl" else "sdpa")
                 try:
                     with torch.inference_mode():
                         row[name] = round(way(policy, prompts(policy, count, shared)), 1)
