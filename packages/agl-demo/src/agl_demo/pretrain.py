@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agl.records import Row
+from agl.records import Row, Transition
+from agl.transitions import build_rows
 from agl_demo.agent import Messages, checker_messages, rewriter_messages, writer_messages
 from agl_demo.command import HELD_OUT, SPLIT_SEED
 from agl_demo.teacher import RIGHT
@@ -77,16 +78,15 @@ def as_row(tokenizer: Any, messages: Messages, answer: str) -> Row:
     chat = [{"role": role, "content": content} for role, content in messages]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     response = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-    size = len(prompt) + len(response)
-    return Row(
+    demonstrated = Transition(
         rollout="pretrain",
         agent="",
-        token_ids=(*prompt, *response),
-        sampled=(False,) * len(prompt) + (True,) * len(response),
-        logprobs=(0.0,) * size,
-        temperatures=(1.0,) * size,
-        transitions=(-1,) * len(prompt) + (0,) * len(response),
+        call="",
+        prompt_ids=tuple(prompt),
+        response_ids=tuple(response),
+        logprobs=(0.0,) * len(response),
     )
+    return build_rows([demonstrated])[0]
 
 
 def begin_with_nothing(folder: Path) -> None:

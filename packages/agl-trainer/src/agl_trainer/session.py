@@ -13,8 +13,9 @@ from pathlib import Path
 from agl import endpoint, plugins
 from agl.errors import BackendError, CaptureError, ConfigError, UsageError
 from agl.protocols import AgentFunction, Backend
-from agl.records import Mode, Rollout, Row, Task
+from agl.records import Mode, Rollout, Task, Transition
 from agl.selection import Selection
+from agl.transitions import build_rows
 from agl_trainer import card
 from agl_trainer.batch.build import Scored, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
@@ -237,15 +238,15 @@ class Session:
         prompt = self.policy.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
         tokens = self.services.run(self.backend.probe(prompt, CANARY_TOKENS))
         count = len(tokens)
-        row = Row(
+        sampled = Transition(
             rollout="canary",
             agent="canary",
-            token_ids=(*prompt, *(token.id for token in tokens)),
-            sampled=(False,) * len(prompt) + (True,) * count,
-            logprobs=(0.0,) * len(prompt) + tuple(token.logprob for token in tokens),
-            temperatures=(1.0,) * (len(prompt) + count),
-            transitions=(-1,) * len(prompt) + (0,) * count,
+            call="canary",
+            prompt_ids=tuple(prompt),
+            response_ids=tuple(token.id for token in tokens),
+            logprobs=tuple(token.logprob for token in tokens),
         )
+        (row,) = build_rows([sampled])
         (batch,) = micro_batches([TrainRow(row, [0.0] * count, 1.0)], len(row.token_ids))
         difference = float((self.policy.logprobs(batch) - batch.rollout_logprobs).abs().mean())
         wrong_version = {token.version for token in tokens} != {self.policy.version}
