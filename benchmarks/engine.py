@@ -56,6 +56,9 @@ def with_generate_batch(policy: Policy, asked: list[list[int]]) -> float:
     started = time.monotonic()
     outputs = policy.model.generate_batch(inputs=asked, generation_config=config, progress_bar=False)
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
+    if tokens != len(asked) * NEW_TOKENS:
+        errors = {str(output.error) for output in outputs.values()}
+        raise RuntimeError(f"{tokens} tokens for {len(asked)} requests; errors {errors}")
     return tokens / (time.monotonic() - started)
 
 
@@ -94,10 +97,10 @@ def main() -> None:
             for name, way in ways.items():
                 policy.model.set_attn_implementation(attention.register() if name == "agl" else "sdpa")
                 try:
-                    with torch.inference_mode():
+                    with torch.no_grad():  # its own threads refuse tensors of inference mode
                         row[name] = round(way(policy, prompts(policy, count, shared)), 1)
                 except Exception as error:  # a way that does not run here is a result, too
-                    row[name] = f"{type(error).__name__}: {error}"[:60]
+                    row[name] = f"{type(error).__name__}: {error}"[:300]
             results.append(row)
             print(row, flush=True)
     folder = Path(__file__).parent / "results"

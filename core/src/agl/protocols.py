@@ -112,12 +112,30 @@ class LossInputs:
     advantages: torch.Tensor
     weights: torch.Tensor
     """Each token's share of the step; shares of all micro-batches and ranks sum to 1."""
+    calls: torch.Tensor
+    """Which call each token belongs to, from 0: the sequences of sequence-level ratios. A call is never split over
+    micro-batches."""
     ref_logprobs: torch.Tensor | None = None
     """Under the reference model, when KL is on."""
+    entropies: torch.Tensor | None = None
+    """Of the distribution each token was drawn from, with gradient, when the algorithm's ``entropy_coef`` is not 0."""
+    values: torch.Tensor | None = None
+    """The critic's, with gradient, when the algorithm has a critic."""
+    old_values: torch.Tensor | None = None
+    """The critic's at the start of the step."""
+    returns: torch.Tensor | None = None
+    """What the critic should have said."""
 
 
 class Algorithm(Protocol):
-    """How advantages and the loss are computed. Both are pure functions."""
+    """How advantages and the loss are computed. Both are pure functions.
+
+    An algorithm is made by a factory (a dataclass, usually) that was registered under its name and is called with the
+    user's settings as keyword arguments.
+    """
+
+    aggregation: Any
+    """How token losses add up; see `agl_trainer.batch.weights`."""
 
     def advantages(self, values: Sequence[float], groups: Sequence[str]) -> Sequence[float]:
         """Advantage of each unit (a unique rollout, or a rollout's agent) against its group.

@@ -42,7 +42,7 @@ async def differences(folder: Path, **settings: Any) -> torch.Tensor:
             temperatures=(1.0,) * seen + (temperature,) * new,
             transitions=(-1,) * seen + (0,) * new,
         )
-        return TrainRow(row, [0.0] * new, 0.0)
+        return TrainRow(row, [0.0] * new, [0.0] * new)
 
     rows = await asyncio.gather(*map(one, range(2 * len(PROMPTS))))
     assert engine.counters()["reused_tokens"] > 0

@@ -46,7 +46,7 @@ EXACT = 1e-4
 def differences(policy: Policy, answers: Sequence[tuple[Sequence[int], Sequence[Token], float]]) -> torch.Tensor:
     """Engine's logprobs against the trainer's, of prompts with the answers they got at a temperature."""
     rows = [
-        TrainRow(row_of(prompt, tokens, temperature), [0.0] * len(tokens), 0.0)
+        TrainRow(row_of(prompt, tokens, temperature), [0.0] * len(tokens), [0.0] * len(tokens))
         for prompt, tokens, temperature in answers
     ]
     found = [(policy.logprobs(batch) - batch.rollout_logprobs).abs() for batch in micro_batches(rows, 1024)]
@@ -254,7 +254,9 @@ def scramble(policy: Policy) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
 
-@pytest.mark.parametrize("settings", [{"unselected": "frozen"}, {"kl_coef": 0.1}, {"lora_rank": 4}])
+@pytest.mark.parametrize(
+    "settings", [{"unselected": "frozen"}, {"algorithm": {"name": "grpo", "kl_coef": 0.1}}, {"lora_rank": 4}]
+)
 async def test_the_frozen_base_stays_as_it_was_beside_the_policy(model_folder: Path, settings: dict[str, Any]):
     policy = new_policy(model_folder, **settings)
     engine = new_engine(policy)
@@ -272,7 +274,7 @@ async def test_the_frozen_base_stays_as_it_was_beside_the_policy(model_folder: P
     assert max(abs(a.logprob - b.logprob) for a, b in zip(frozen, before, strict=True)) < EXACT
     assert [token.logprob for token in now] != [token.logprob for token in before]
     assert float(differences(policy, [(prompt_of(9), now, 1.0), (prompt_of(9), again, 1.0)]).max()) < EXACT
-    (batch,) = micro_batches([TrainRow(row_of(prompt_of(9), frozen), [0.0] * len(frozen), 0.0)], 1)
+    (batch,) = micro_batches([TrainRow(row_of(prompt_of(9), frozen), [0.0] * len(frozen), [0.0] * len(frozen))], 1)
     assert float((policy.reference_logprobs(batch) - batch.rollout_logprobs).abs().max()) < EXACT
 
 

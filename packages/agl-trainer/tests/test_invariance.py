@@ -67,7 +67,9 @@ def dtype_of(module: LogprobModel) -> torch.dtype:
 
 
 def logprobs_of(module: LogprobModel, batch: MicroBatch) -> torch.Tensor:
-    return module(batch.token_ids, batch.position_ids, batch.segments, batch.sources, batch.targets, batch.temperatures)
+    return module(
+        batch.token_ids, batch.position_ids, batch.ends, batch.sources, batch.targets, batch.temperatures
+    ).logprobs
 
 
 def loss_of(module: LogprobModel, batches: Sequence[MicroBatch], algorithm: GRPO) -> torch.Tensor:
@@ -83,6 +85,7 @@ def loss_of(module: LogprobModel, batches: Sequence[MicroBatch], algorithm: GRPO
                 rollout_logprobs=batch.rollout_logprobs.to(dtype),
                 advantages=batch.advantages.to(dtype),
                 weights=batch.weights.to(dtype),
+                calls=batch.calls,
                 ref_logprobs=1.1 * batch.rollout_logprobs.to(dtype),
             )
         )
@@ -134,7 +137,7 @@ def scored_step(temperature: float = 1.0) -> tuple[list[Scored], list[list[float
 
 def rows_of(aggregation: Aggregation = "rollout", temperature: float = 1.0) -> list[TrainRow]:
     step, gains = scored_step(temperature)
-    return train_rows(step, gains, aggregation, 512, keep_zero=False)
+    return train_rows(step, gains, GRPO(aggregation=aggregation), 512)
 
 
 def split(transitions: Sequence[Transition]) -> list[Row]:
@@ -155,7 +158,7 @@ def test_merging_makes_fewer_rows_of_the_same_sampled_tokens(monkeypatch: pytest
     apart = rows_of()
     assert len(merged) == 3 + 1 + 1 + 2 and len(apart) == 5 + 3 + 1 + 4
     assert sum(sum(item.row.sampled) for item in merged) == sum(sum(item.row.sampled) for item in apart)
-    assert sum(sum(item.row.sampled) * item.weight for item in merged) == pytest.approx(1.0, rel=1e-12)
+    assert sum(sum(item.weights) for item in merged) == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [1.0, HALF])
@@ -191,7 +194,7 @@ def test_more_padding_leaves_the_gradient(module: LogprobModel):
     rows = rows_of()
     long = transition(range(3, 203), [9], "long")
     (row,) = build_rows([long])
-    silent = TrainRow(row, [0.0], 0.0)  # weighs nothing; it only makes every line wider
+    silent = TrainRow(row, [0.0], [0.0])  # weighs nothing; it only makes every line wider
     padded = list(micro_batches([*rows, silent], 100_000, packed=False))
     assert padded[0].token_ids.shape[1] == 201
     wanted = gradient_of(module, list(micro_batches(rows, 10_000)))
@@ -201,9 +204,7 @@ def test_more_padding_leaves_the_gradient(module: LogprobModel):
 def test_rows_without_advantage_may_be_left_out_when_there_is_no_kl(module: LogprobModel):
     step, gains = scored_step()
     gains[1] = [0.0] * len(gains[1])
-    batches = [
-        list(micro_batches(train_rows(step, gains, "rollout", 512, keep_zero=keep), 10_000)) for keep in (True, False)
-    ]
+    batches = [list(micro_batches(train_rows(step, gains, GRPO(kl_coef=pull), 512), 10_000)) for pull in (0.1, 0.0)]
     assert len(batches[0][0].targets) > len(batches[1][0].targets)
     kept, dropped = (gradient_of(module, batch, GRPO()) for batch in batches)
     assert relative(dropped, kept) < TOLERANCE[dtype_of(module)]
@@ -213,7 +214,7 @@ def test_rows_without_advantage_may_be_left_out_when_there_is_no_kl(module: Logp
 
 
 def alone(module: LogprobModel, row: Row) -> torch.Tensor:
-    (batch,) = micro_batches([TrainRow(row, [0.0] * sum(row.sampled), 0.0)], 1)
+    (batch,) = micro_batches([TrainRow(row, [0.0] * sum(row.sampled), [0.0] * sum(row.sampled))], 1)
     with torch.no_grad():
         return logprobs_of(module, batch)
 
@@ -228,8 +229,8 @@ def test_a_merged_row_has_the_logprobs_of_each_call_alone(module: LogprobModel):
 def test_packed_rows_do_not_see_each_other(module: LogprobModel):
     first, second = (conversation(random.Random(seed), str(seed), 1.0)[0] for seed in (1, 2))
     third = replace(second, prompt_ids=tuple(token + 1 for token in second.prompt_ids))
-    items = [TrainRow(build_rows([one])[0], [0.0] * 4, 0.0) for one in (first, second, third)]
-    filler = TrainRow(build_rows([transition(range(3, 43), [7])])[0], [0.0], 0.0)
+    items = [TrainRow(build_rows([one])[0], [0.0] * 4, [0.0] * 4) for one in (first, second, third)]
+    filler = TrainRow(build_rows([transition(range(3, 43), [7])])[0], [0.0], [0.0])
     with torch.no_grad():
         together, changed = (
             logprobs_of(module, next(micro_batches([filler, items[0], other], 82))) for other in items[1:]
@@ -261,11 +262,13 @@ def test_on_policy_the_ratio_is_one_at_any_temperature(exact: LogprobModel, temp
     one = conversation(random.Random(8), "r", temperature)[0]
     sampled = alone(exact, build_rows([one])[0])  # what a sampler that tells processed logprobs would report
     on_policy = build_rows([replace(one, logprobs=tuple(sampled.tolist()))])[0]
-    (batch,) = micro_batches([TrainRow(on_policy, [1.0] * 4, 0.25)], 1)
+    (batch,) = micro_batches([TrainRow(on_policy, [1.0] * 4, [0.25] * 4)], 1)
     logprobs = logprobs_of(exact, batch)
     ratio = (logprobs - batch.rollout_logprobs).exp()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-9, atol=0)
-    inputs = LossInputs(logprobs, logprobs.detach(), batch.rollout_logprobs, batch.advantages, batch.weights)
+    inputs = LossInputs(
+        logprobs, logprobs.detach(), batch.rollout_logprobs, batch.advantages, batch.weights, batch.calls
+    )
     loss, metrics = GRPO().loss(inputs)
     assert float(loss.detach()) == pytest.approx(-1.0, rel=1e-9)
     assert float(metrics["mismatch_kl"]) == pytest.approx(0.0, abs=1e-12)

@@ -190,7 +190,7 @@ def test_several_passes_are_clipped_against_the_first_weights_and_make_one_versi
     async def dice(task: Mapping[str, Any], llm: agl.LLM) -> float:
         return float(sum(map(ord, await ask(llm, task["question"]))) % 7)
 
-    trainer = train(dice, epochs=4, learning_rate=1e-2, kl_coef=0.1, clip_high=0.01)
+    trainer = train(dice, epochs=4, learning_rate=1e-2, algorithm={"name": "grpo", "kl_coef": 0.1, "clip_high": 0.01})
     lines = metrics_of(trainer.fit().folder)
     assert [line["version"] for line in lines] == [1, 2] and trainer.session.policy.version == 2
     assert all(line["clipped"] > 0.05 and line["kl"] > 0 for line in lines)

@@ -51,18 +51,16 @@ def test_miles_2378_a_rollout_of_two_rows_counts_once_in_the_baseline():
 
 def test_agl_445_one_turn_and_nine_turns_weigh_the_same():
     step = [scored("short", 1.0, 1), scored("long", 1.0, 9)]
-    rows = train_rows(step, [[1.0], [1.0] * 9], "rollout", 512, keep_zero=False)
-    total = {
-        name: sum(sum(r.row.sampled) * r.weight for r in rows if r.row.rollout == name) for name in ("short", "long")
-    }
+    rows = train_rows(step, [[1.0], [1.0] * 9], GRPO(), 512)
+    total = {name: sum(sum(r.weights) for r in rows if r.row.rollout == name) for name in ("short", "long")}
     assert total == pytest.approx({"short": 0.5, "long": 0.5}, rel=1e-12)
 
 
 def test_a_rollout_left_out_for_its_zero_advantage_still_counts_in_the_mean():
     step = [scored("a", 1.0, 1), scored("b", 0.0, 3), scored("c", 2.0, 1, "alone")]
-    rows = train_rows(step, gains(step), "rollout", 512, keep_zero=False)
+    rows = train_rows(step, gains(step), GRPO(), 512)
     assert {r.row.rollout for r in rows} == {"a", "b"}
-    assert sum(sum(r.row.sampled) * r.weight for r in rows) == pytest.approx(2 / 3, rel=1e-12)
+    assert sum(sum(r.weights) for r in rows) == pytest.approx(2 / 3, rel=1e-12)
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])

@@ -42,10 +42,11 @@ def loss_of(
     sampled = mask.bool()
     names = rollouts or [str(place) for place in range(len(mask))]
     rows = [
-        Row(rollout=name, agent="a", token_ids=(), sampled=tuple(line), logprobs=(), temperatures=(), transitions=())
+        Row(rollout=name, agent="a", token_ids=(), sampled=tuple(line), logprobs=(), temperatures=(), transitions=calls)
         for name, line in zip(names, sampled.tolist(), strict=True)
+        for calls in [tuple(0 if seen else -1 for seen in line)]
     ]
-    weights = torch.tensor(token_weights(rows, aggregation), dtype=torch.float64)[:, None].expand_as(mask)
+    weights = torch.tensor([w for own in token_weights(rows, aggregation) for w in own], dtype=torch.float64)
     variable = logprobs.clone().requires_grad_()
     behaviour = old if rollout_logprobs is None else rollout_logprobs
     loss, metrics = algorithm.loss(
@@ -54,7 +55,8 @@ def loss_of(
             old_logprobs=old[sampled],
             rollout_logprobs=behaviour[sampled],
             advantages=(advantages if advantages.ndim == 2 else advantages[:, None].expand_as(mask))[sampled],
-            weights=weights[sampled],
+            weights=weights,
+            calls=sampled.nonzero()[:, 0],
             ref_logprobs=None if ref_logprobs is None else ref_logprobs[sampled],
         )
     )

@@ -58,24 +58,10 @@ class TrainConfig(BaseModel):
     """Passes over the rollouts of a step; each is an optimiser step of its own."""
 
     # algorithm
-    algorithm: str = "grpo"
-    """A name that a plugin registered; ``agl plugins`` lists the plugins."""
+    algorithm: str | dict[str, Any] = "grpo"
+    """A name that a plugin registered, or {name, ...} with that algorithm's own settings."""
     baseline: Literal["task", "agent"] = "task"
     """What a reward is compared with: other rollouts of the task, or of the task and agent."""
-    aggregation: Literal["rollout", "token"] = "rollout"
-    """Every rollout weighs the same, or every sampled token does."""
-    scale: Literal["group", "none"] = "group"
-    """Divide advantages by the group's standard deviation, or not (Dr. GRPO)."""
-    clip_low: float = Field(0.2, ge=0)
-    """How far the probability ratio may fall below 1."""
-    clip_high: float = Field(0.28, ge=0)
-    """How far it may rise above 1."""
-    tis_cap: float = Field(2.0, gt=0)
-    """Largest weight that corrects for a sampler that differs from the trainer."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Pull towards the model before training; 0 is off."""
-    kl_estimator: Literal["k2", "k3"] = "k2"
-    """Value of the KL estimate; both have the reverse KL's gradient."""
     signal_weight: float = 0.0
     """Weight of the mean signal reward (tool success and failure) of a rollout; 0 is off."""
 

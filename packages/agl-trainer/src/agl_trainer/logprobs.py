@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,14 @@ from agl.errors import ConfigError
 
 CHUNK = 512
 """Sampled tokens whose logits exist at one time."""
+
+
+class TokenOutputs(NamedTuple):
+    """What the model says about each sampled token: ``[N]`` each."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 class LogprobModel(nn.Module):
@@ -32,30 +40,27 @@ class LogprobModel(nn.Module):
         self,
         token_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        segments: torch.Tensor,
+        ends: torch.Tensor,
         sources: torch.Tensor,
         targets: torch.Tensor,
         temperatures: torch.Tensor,
-    ) -> torch.Tensor:
-        """Logprobs ``[N]`` of ``targets``, each from the state at its ``source``; see `agl_trainer.batch.pack`."""
+    ) -> TokenOutputs:
+        """What is said of ``targets``, each from the state at its ``source``; see `agl_trainer.batch.pack`."""
         decoder, head = self._parts
         hidden = decoder(
             input_ids=token_ids,
             position_ids=position_ids,
-            attention_mask=block_causal_mask(segments),
+            attention_mask=visibility(ends),
             use_cache=False,
         ).last_hidden_state
         states = hidden.reshape(-1, hidden.shape[-1])[sources]
-        return selected_logprobs(head, states, targets, temperatures)
+        return TokenOutputs(selected_logprobs(head, states, targets, temperatures))
 
 
-def block_causal_mask(segments: torch.Tensor) -> torch.Tensor:
-    """``[B, 1, L, L]``: a token sees itself and earlier tokens of its own segment."""
-    length = segments.shape[1]
-    same = segments[:, :, None] == segments[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    # Padding is a segment of its own; it sees itself, so that no line of the softmax is empty.
-    return (same & causal)[:, None]
+def visibility(ends: torch.Tensor) -> torch.Tensor:
+    """``[B, 1, L, L]``: a token sees itself and those earlier ones whose span it stands in."""
+    place = torch.arange(ends.shape[1], device=ends.device)
+    return ((place[:, None] >= place) & (place[:, None] <= ends[:, None, :]))[:, None]
 
 
 def selected_logprobs(

@@ -7,13 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agl import plugins
 from agl.errors import CaptureError, UsageError
 from agl.protocols import AgentFunction, Algorithm
 from agl.records import Rollout
+from agl_trainer import algorithms
 from agl_trainer.algorithms.sft import SFT
 from agl_trainer.batch.build import advantages, count, credited, train_rows
-from agl_trainer.batch.pack import micro_batches
 from agl_trainer.config import TrainConfig
 from agl_trainer.session import Result, Session
 from agl_trainer.tasks import epochs, read_tasks
@@ -65,7 +64,7 @@ class Trainer:
         self.tasks = read_tasks(tasks)
         self.eval_tasks = read_tasks(eval_tasks) if eval_tasks is not None else []
         self.warmup = warmup
-        self.algorithm: Algorithm = plugins.algorithms().find(self.config.algorithm)(self.config)
+        self.algorithm: Algorithm = algorithms.make(self.config.algorithm)
         self.session = Session(agent, self.config)
         self.folder = self.session.folder
         self.steps = 0
@@ -104,10 +103,10 @@ class Trainer:
         config, session = self.config, self.session
         scored = credited(rollouts, session.selection, session.agents_seen)
         gains = advantages(scored, self.algorithm, config.baseline)
-        rows = train_rows(scored, gains, config.aggregation, config.max_length, keep_zero=config.kl_coef > 0)
+        rows = train_rows(scored, gains, self.algorithm, config.max_length)
         metrics = count(rollouts, scored)
         if rows:
-            metrics |= self._learn(list(micro_batches(rows, config.micro_batch_tokens)), self.algorithm, config.epochs)
+            metrics |= session.learn(rows, self.algorithm, config.epochs)
         self._empty_steps = 0 if rows else self._empty_steps + 1
         if self._empty_steps >= EMPTY_STEPS:
             raise CaptureError(
@@ -130,21 +129,6 @@ class Trainer:
             for start in range(0, len(scored), warmup.batch):
                 part = scored[start : start + warmup.batch]
                 ones = [[1.0] * len(item.transitions) for item in part]
-                rows = train_rows(part, ones, "token", config.max_length, keep_zero=True)
-                if not rows:
-                    continue  # no learner was called in these rollouts
-                metrics = self._learn(list(micro_batches(rows, config.micro_batch_tokens)), SFT(), 1)
-                session.report(start // warmup.batch + 1 - warmup.steps, metrics)
-
-    def _learn(self, batches: Sequence[Any], algorithm: Algorithm, passes: int) -> dict[str, float]:
-        """Optimiser steps on one batch, then the new weights go to the backend under the next version."""
-        policy = self.session.policy
-        metrics: dict[str, float] = {}
-        with self.session.new_weights():
-            # One pass needs no extra forward: the first logprobs are the old ones.
-            old = [policy.logprobs(batch) for batch in batches] if passes > 1 else None
-            for _ in range(passes):
-                metrics = policy.update(batches, algorithm, old)
-        metrics["rows"] = float(sum(int(batch.segments.amax(1).sum()) for batch in batches))
-        metrics["tokens_computed"] = float(sum(batch.token_ids.numel() for batch in batches))
-        return metrics
+                rows = train_rows(part, ones, SFT(), config.max_length)
+                if rows:  # none where no learner was called
+                    session.report(start // warmup.batch + 1 - warmup.steps, session.learn(rows, SFT()))

@@ -14,7 +14,9 @@ agl_step_end = progress.agl_step_end
 @hookimpl
 def agl_register_algorithms(register: Register) -> None:
     """Register ``grpo``."""
-    register("grpo", _grpo)
+    from agl_trainer.algorithms.grpo import GRPO
+
+    register("grpo", GRPO)
 
 
 @hookimpl
@@ -30,19 +32,6 @@ def agl_register_commands(register: Register) -> None:
 
     register("train", commands.train)
     register("eval", commands.evaluate)
-
-
-def _grpo(config: Any) -> Any:
-    from agl_trainer.algorithms.grpo import GRPO
-
-    return GRPO(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        tis_cap=config.tis_cap,
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
-        scale=config.scale,
-    )
 
 
 def _transformers(policy: Any, config: Any) -> Any:

@@ -17,10 +17,10 @@ from accelerate.utils import set_seed
 
 from agl.errors import BackendError, ConfigError, NumericsError
 from agl.protocols import Algorithm, LossInputs
-from agl_trainer import models
+from agl_trainer import algorithms, models
 from agl_trainer.batch.pack import MicroBatch
 from agl_trainer.config import TrainConfig
-from agl_trainer.logprobs import LogprobModel
+from agl_trainer.logprobs import LogprobModel, TokenOutputs
 
 BAD_STEPS = 3
 """Steps in a row without a finite gradient after which training stops."""
@@ -47,9 +47,10 @@ class Policy:
         set_seed(config.seed)
         model, self.tokenizer = models.load(config.model, "float32" if mixed else config.precision)
         self._frozen_copy: Any = None
+        self._needs_reference = bool(getattr(algorithms.make(config.algorithm), "kl_coef", 0.0))
         if config.lora_rank:
             model = _with_lora(model, config.lora_rank)
-        elif config.kl_coef or config.unselected == "frozen":
+        elif self._needs_reference or config.unselected == "frozen":
             self._frozen_copy = copy.deepcopy(model).requires_grad_(False).eval().to(self.accelerator.device)
         # Dropout would make the trained probabilities differ from the sampled ones.
         self.model: Any = model.eval()
@@ -90,26 +91,22 @@ class Policy:
         """Logprobs under the frozen beginning, without gradient."""
         with torch.no_grad(), self.frozen(), self.autocast():
             module = self._logprobs if self._frozen_copy is None else LogprobModel(self._frozen_copy)
-            return _forward(module, batch)
+            return _forward(module, batch).logprobs
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprobs under the present weights, without gradient."""
         batch = batch.to(self.accelerator.device)
         with self.lock, torch.no_grad():
-            return _forward(self._logprobs, batch)
+            return _forward(self._logprobs, batch).logprobs
 
     # ----------------------------------------------------------------------------------------------- learning
 
-    def update(
-        self, batches: Sequence[MicroBatch], algorithm: Algorithm, old: Sequence[torch.Tensor] | None = None
-    ) -> dict[str, float]:
+    def update(self, batches: Sequence[MicroBatch], algorithm: Algorithm) -> dict[str, float]:
         """One optimiser step over all micro-batches; returns what the loss and the optimiser have to tell.
 
         Args:
             batches: their token weights sum to 1 over all ranks (or less, when rollouts were left out).
             algorithm: whose loss is minimised.
-            old: logprobs at the start of the step, when this is not the first pass over it; otherwise the present
-                ones are the old ones, and no extra forward pass is needed.
 
         Raises:
             NumericsError: too many steps in a row had no finite gradient. Parameters are never touched by one.
@@ -121,9 +118,7 @@ class Policy:
                 last = index == len(batches) - 1
                 sync = nullcontext() if last else self.accelerator.no_sync(self._logprobs)
                 with sync:
-                    loss, metrics = self._loss(
-                        batch.to(self.accelerator.device), algorithm, old[index] if old else None
-                    )
+                    loss, metrics = self._loss(batch.to(self.accelerator.device), algorithm)
                     # Data-parallel averaging divides by the ranks; the weights already did.
                     self.accelerator.backward(loss * self.accelerator.num_processes)
                 for name, value in {"loss": loss.detach(), **metrics}.items():
@@ -133,19 +128,20 @@ class Policy:
         summed: Any = self.accelerator.reduce(torch.stack(list(totals.values())), reduction="sum")
         return dict(zip(totals, summed.tolist(), strict=True)) | {"grad_norm": norm}
 
-    def _loss(
-        self, batch: MicroBatch, algorithm: Algorithm, old: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        logprobs = _forward(self._logprobs, batch)
-        dtype = logprobs.dtype
+    def _loss(self, batch: MicroBatch, algorithm: Algorithm) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        outputs: TokenOutputs = _forward(self._logprobs, batch)
+        logprobs, dtype = outputs.logprobs, outputs.logprobs.dtype
         return algorithm.loss(
             LossInputs(
                 logprobs=logprobs,
-                old_logprobs=logprobs.detach() if old is None else old,
+                old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
                 rollout_logprobs=batch.rollout_logprobs.to(dtype),
                 advantages=batch.advantages.to(dtype),
                 weights=batch.weights.to(dtype),
-                ref_logprobs=self.reference_logprobs(batch) if self.config.kl_coef else None,
+                calls=batch.calls,
+                ref_logprobs=self.reference_logprobs(batch) if self._needs_reference else None,
+                entropies=outputs.entropies,
+                values=outputs.values,
             )
         )
 
@@ -206,8 +202,8 @@ class Policy:
         AcceleratorState._reset_state()  # one for the process, and it refuses to change
 
 
-def _forward(module: Any, batch: MicroBatch) -> torch.Tensor:
-    return module(batch.token_ids, batch.position_ids, batch.segments, batch.sources, batch.targets, batch.temperatures)
+def _forward(module: Any, batch: MicroBatch) -> TokenOutputs:
+    return module(batch.token_ids, batch.position_ids, batch.ends, batch.sources, batch.targets, batch.temperatures)
 
 
 def _with_lora(model: Any, rank: int) -> Any:

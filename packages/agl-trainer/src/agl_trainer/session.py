@@ -12,11 +12,11 @@ from pathlib import Path
 
 from agl import endpoint, plugins
 from agl.errors import BackendError, CaptureError, ConfigError, UsageError
-from agl.protocols import AgentFunction, Backend
+from agl.protocols import AgentFunction, Algorithm, Backend
 from agl.records import Mode, Rollout, Task, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
-from agl_trainer import card
+from agl_trainer import card, updates
 from agl_trainer.batch.build import Scored, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
 from agl_trainer.config import TrainConfig
@@ -217,8 +217,13 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ weights
 
+    def learn(self, rows: Sequence[TrainRow], algorithm: Algorithm, passes: int = 1) -> dict[str, float]:
+        """Optimiser steps on one batch, then the new weights go to the backend under the next version."""
+        with self._new_weights():
+            return updates.learn(self.policy, rows, algorithm, self.config, passes)
+
     @contextmanager
-    def new_weights(self) -> Generator[None]:
+    def _new_weights(self) -> Generator[None]:
         """Inside, weights change; calls are held. Afterwards the backend serves them under the next version."""
         policy = self.policy
         self.services.serve(policy.version, state="updating")
@@ -247,7 +252,7 @@ class Session:
             logprobs=tuple(token.logprob for token in tokens),
         )
         (row,) = build_rows([sampled])
-        (batch,) = micro_batches([TrainRow(row, [0.0] * count, 1.0)], len(row.token_ids))
+        (batch,) = micro_batches([TrainRow(row, [0.0] * count, [1.0] * count)], len(row.token_ids))
         difference = float((self.policy.logprobs(batch) - batch.rollout_logprobs).abs().mean())
         wrong_version = {token.version for token in tokens} != {self.policy.version}
         if wrong_version or not difference <= CANARY_TOLERANCE[self.config.precision]:

@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 
 from agl.protocols import LossInputs
+from agl_trainer.batch.weights import Aggregation
 
 EPSILON = 1e-4
 """Added to the standard deviation, as TRL does."""
@@ -33,7 +34,7 @@ BOUND = 20.0
 """Log ratios are held within this, as verl and OpenRLHF do: beyond it one token would drown a whole step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GRPO:
     """GRPO with its settings."""
 
@@ -50,6 +51,8 @@ class GRPO:
     the gradient of k2 (straight-through)."""
     scale: Literal["group", "none"] = "group"
     """Divide by the group's standard deviation, or not (Dr. GRPO, arXiv 2503.20783)."""
+    aggregation: Aggregation = "rollout"
+    """Every rollout weighs the same, or every call, or every sampled token."""
 
     def advantages(self, values: Sequence[float], groups: Sequence[str]) -> list[float]:
         """Advantage of each unit against its group; see the formula above."""

@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from agl.protocols import LossInputs
+from agl_trainer.batch.weights import Aggregation
 
 
 class SFT:
     """Imitate what was demonstrated."""
+
+    aggregation: Aggregation = "token"
 
     def advantages(self, values: Sequence[float], groups: Sequence[str]) -> list[float]:
         """1 for everyone: a demonstration is right by definition."""

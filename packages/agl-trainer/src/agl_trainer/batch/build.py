@@ -14,7 +14,7 @@ from agl.records import Reward, Rollout, Row, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
 from agl_trainer.batch.pack import TrainRow
-from agl_trainer.batch.weights import Aggregation, token_weights
+from agl_trainer.batch.weights import token_weights
 
 
 async def score(rollout: Rollout, signal_weight: float = 0.0) -> Rollout:
@@ -118,19 +118,19 @@ def advantages(scored: Sequence[Scored], algorithm: Algorithm, baseline: Literal
 def train_rows(
     scored: Sequence[Scored],
     advantages: Sequence[Sequence[float]],
-    aggregation: Aggregation,
+    algorithm: Algorithm,
     max_length: int,
-    keep_zero: bool,
 ) -> list[TrainRow]:
     """Merge and fork each rollout's transitions into rows, and weigh them.
 
     Args:
         scored: the rollouts of the step.
         advantages: of each rollout's transitions.
-        aggregation: how token losses add up.
+        algorithm: says how token losses add up. Rows whose advantages are all 0 are left out, unless it pulls them
+            towards a reference.
         max_length: longer rows are an error of the engine's limit, not something to cut.
-        keep_zero: keep rows whose advantages are all 0 (they matter only to KL and to imitation).
     """
+    keep_zero = bool(getattr(algorithm, "kl_coef", 0.0))
     kept: list[tuple[Row, list[float]]] = []
     everything: list[Row] = []
     for item, own in zip(scored, advantages, strict=True):
@@ -142,7 +142,9 @@ def train_rows(
             if keep_zero or any(per_token):
                 kept.append((row, per_token))
     # Weights are fixed before anything is dropped.
-    weights = dict(zip(map(id, everything), token_weights(everything, aggregation), strict=True))
+    weights = dict(
+        zip(map(id, everything), token_weights(everything, algorithm.aggregation, length=max_length), strict=True)
+    )
     return [TrainRow(row, per_token, weights[id(row)]) for row, per_token in kept]
 
 
