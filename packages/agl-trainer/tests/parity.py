@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,18 @@ async def differences(folder: Path, **settings: Any) -> torch.Tensor:
     return torch.cat(found)
 
 
+class NothingDeprecated(logging.Handler):
+    """Fails when the library says that we use something that it is about to remove."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Raise on the word."""
+        assert "deprecated" not in record.getMessage(), record.getMessage()
+
+
 def main() -> None:
     """Print the largest difference; fail where it is too large."""
     torch.set_num_threads(1)
+    logging.getLogger("transformers").addHandler(NothingDeprecated())
     with tempfile.TemporaryDirectory() as scratch:
         folder = tiny_model(Path(scratch))
         for precision, rank in (("float32", 0), ("float32", 4), ("bfloat16", 4), ("bfloat16", 0)):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
-import subprocess
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -26,8 +24,6 @@ from transformers import (
     Qwen3Config,
 )
 
-import agl
-import agl_trainer
 from agl.errors import BackendError, ConfigError, UsageError
 from agl.protocols import Sampling, Token
 from agl_trainer.backends.transformers import scheduler
@@ -436,19 +432,3 @@ def test_common_prefix_of_arrays():
 
 
 # --------------------------------------------------------------------------------------- the newest transformers
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("AGL_NEWEST_PYTHON" not in os.environ, reason="AGL_NEWEST_PYTHON names no interpreter")
-def test_parity_holds_with_the_newest_transformers():
-    sources = [str(Path(package.__file__ or "").parents[1]) for package in (agl, agl_trainer)]
-    done = subprocess.run(
-        [os.environ["AGL_NEWEST_PYTHON"], str(Path(__file__).with_name("parity.py"))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sources)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("parity") == 4
-    assert "`past_key_values` is deprecated" not in done.stderr
