@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -12,11 +13,27 @@ from agl.hookspecs import hookimpl
 from agl.protocols import Register
 
 app = typer.Typer(
-    help="Reinforcement learning for the language model inside any agent.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"agl {version('agl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for the language model inside any agent."""
 
 
 def list_plugins() -> None:
