@@ -22,7 +22,10 @@ WARMUP_KEYS = ("demonstrate", "agents", "tasks", "steps", "batch", "learning_rat
 
 def train(config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")]) -> None:
     """Train the agent that a configuration file describes."""
-    result = trainer_from(config).fit()
+    trainer = trainer_from(config)
+    result = trainer.fit()
+    if not trainer.session.ranks.leads:
+        return
     typer.echo(f"run: {result.folder}\nmodel: {result.model}")
     if result.gain is not None:
         typer.echo(f"held-out gain: {result.gain}")
@@ -39,6 +42,8 @@ def evaluate(
     with trainer.session as session:
         evaluation = session.evaluate("evaluation", trainer.eval_tasks)
     assert evaluation is not None
+    if not trainer.session.ranks.leads:
+        return
     typer.echo(f"reward {evaluation.reward} on {len(evaluation.scores)} tasks, {evaluation.unscored} unscored")
     for name, value in evaluation.parts.items():
         typer.echo(f"  {name}: {value:.3f}")

@@ -66,10 +66,14 @@ class Trainer:
         self.warmup = warmup
         self.algorithm: Algorithm = algorithms.make(self.config.algorithm)
         self.session = Session(agent, self.config)
-        self.folder = self.session.folder
         self.steps = 0
         self._batches = 0
         self._empty_steps = 0
+
+    @property
+    def folder(self) -> Path:
+        """What this run writes is in it."""
+        return self.session.folder
 
     def fit(self) -> Result:
         """Evaluate, warm up, train, evaluate, save."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import set_seed
 
 from agl.errors import BackendError, ConfigError, NumericsError
@@ -21,9 +25,48 @@ from agl_trainer import algorithms, models
 from agl_trainer.batch.pack import MicroBatch
 from agl_trainer.config import TrainConfig
 from agl_trainer.logprobs import LogprobModel, TokenOutputs
+from agl_trainer.ranks import Ranks
 
 BAD_STEPS = 3
 """Steps in a row without a finite gradient after which training stops."""
+
+
+@cache
+def join() -> Ranks:
+    """Meet the other processes of this run, where `accelerate launch` or `torchrun` started several.
+
+    Raises:
+        ConfigError: Accelerate would fall back to something else than what was asked of the launcher.
+    """
+    for name, plain, advice in _LAUNCHED:
+        if (asked := os.environ.get(name, plain)).lower() != plain:
+            raise ConfigError(f"the launcher set {name}={asked!r}, which agl does not use: {advice}")
+    state = PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true")
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    # `accelerate launch --cpu --num_processes 2` (1.15) sets an address to meet at and then starts one process.
+    lonely = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if lonely or state.num_processes != wanted:
+        raise ConfigError(
+            f"the launcher was asked for {'several' if lonely else wanted} processes, but Accelerate made a run of "
+            f"{state.num_processes} (distributed_type {state.distributed_type.value}). Without a GPU start them with "
+            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 ...` or `ACCELERATE_USE_CPU=true accelerate launch "
+            "--multi_gpu --num_processes 2 ...`"
+        )
+    if state.num_processes == 1:
+        return Ranks()
+    # Rank 0 collects rollouts for as long as they take; the others wait for it here, not on the accelerator.
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    return Ranks(state.process_index, state.num_processes, group)
+
+
+_LAUNCHED = (
+    ("ACCELERATE_USE_DEEPSPEED", "false", "use FSDP2 (docs/scale.md)"),
+    ("ACCELERATE_USE_MEGATRON_LM", "false", "use FSDP2 (docs/scale.md)"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", "ranks share the rows of a step; leave parallelism_config out"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1", "micro_batch_tokens decides; set gradient_accumulation_steps to 1"),
+    ("ACCELERATE_DYNAMO_BACKEND", "no", "rows differ in length, and torch.compile would compile each; leave it out"),
+)
+"""Settings of the launcher that would change nothing, or change what the loss means."""
 
 
 class Policy:
@@ -33,6 +76,12 @@ class Policy:
         self.config = config
         half = config.precision == "bfloat16"
         mixed = half and not config.lora_rank  # full training keeps float32 weights and computes in bfloat16
+        self.ranks = join()
+        if (asked := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", "bf16" if half else "no"):
+            raise ConfigError(
+                f"the launcher asks for mixed_precision={asked!r}, but precision={config.precision!r} decides: set it "
+                "to 'bfloat16', or mixed_precision to 'no'"
+            )
         try:
             self.accelerator = Accelerator(
                 mixed_precision="bf16" if mixed else "no",
@@ -53,10 +102,10 @@ class Policy:
         elif self._needs_reference or config.unselected == "frozen":
             self._frozen_copy = copy.deepcopy(model).requires_grad_(False).eval().to(self.accelerator.device)
         # Dropout would make the trained probabilities differ from the sampled ones.
-        self.model: Any = model.eval()
+        self.model: Any = model.eval().to(self.accelerator.device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self.new_optimizer(config.learning_rate)
-        self._logprobs: Any = self.accelerator.prepare(LogprobModel(self.model))
+        self._logprobs = LogprobModel(self.model)
         self.lock = threading.RLock()
         self.version = 0
         self.stop_ids = frozenset(_stop_ids(model, self.tokenizer))
@@ -64,8 +113,7 @@ class Policy:
 
     def new_optimizer(self, learning_rate: float) -> Any:
         """A fresh AdamW over what is trained; the warm-up's moments do not leak into reinforcement learning."""
-        optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
-        return self.accelerator.prepare(optimizer)
+        return torch.optim.AdamW(self.parameters, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that training computes in; the engine generates in the same."""
@@ -89,47 +137,53 @@ class Policy:
 
     def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprobs under the frozen beginning, without gradient."""
-        with torch.no_grad(), self.frozen(), self.autocast():
+        with torch.no_grad(), self.frozen():
             module = self._logprobs if self._frozen_copy is None else LogprobModel(self._frozen_copy)
-            return _forward(module, batch).logprobs
+            return self._forward(module, batch).logprobs
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprobs under the present weights, without gradient."""
         batch = batch.to(self.accelerator.device)
         with self.lock, torch.no_grad():
-            return _forward(self._logprobs, batch).logprobs
+            return self._forward(self._logprobs, batch).logprobs
+
+    def _forward(self, module: LogprobModel, batch: MicroBatch) -> TokenOutputs:
+        with self.autocast():
+            return module(
+                batch.token_ids, batch.position_ids, batch.ends, batch.sources, batch.targets, batch.temperatures
+            )
 
     # ----------------------------------------------------------------------------------------------- learning
 
     def update(self, batches: Sequence[MicroBatch], algorithm: Algorithm) -> dict[str, float]:
         """One optimiser step over all micro-batches; returns what the loss and the optimiser have to tell.
 
+        Ranks add up their gradients once, after the last micro-batch: each may have any number of them, or none.
+
         Args:
-            batches: their token weights sum to 1 over all ranks (or less, when rollouts were left out).
+            batches: of this rank; token weights sum to 1 over all ranks (or less, when rollouts were left out).
             algorithm: whose loss is minimised.
 
         Raises:
             NumericsError: too many steps in a row had no finite gradient. Parameters are never touched by one.
+            RunError: another rank failed.
         """
         totals: dict[str, torch.Tensor] = {}
         with self.lock:
             self.optimizer.zero_grad()
-            for index, batch in enumerate(batches):
-                last = index == len(batches) - 1
-                sync = nullcontext() if last else self.accelerator.no_sync(self._logprobs)
-                with sync:
+            with self.ranks.together():
+                for batch in batches:
                     loss, metrics = self._loss(batch.to(self.accelerator.device), algorithm)
-                    # Data-parallel averaging divides by the ranks; the weights already did.
-                    self.accelerator.backward(loss * self.accelerator.num_processes)
-                for name, value in {"loss": loss.detach(), **metrics}.items():
-                    totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            norm = float(self.accelerator.clip_grad_norm_(self.parameters, self.config.max_grad_norm) or 0.0)
+                    loss.backward()
+                    for name, value in {"loss": loss.detach(), **metrics}.items():
+                        totals[name] = totals.get(name, torch.zeros_like(value)) + value
+            self.ranks.add_up(self.parameters)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
             self._apply(norm)
-        summed: Any = self.accelerator.reduce(torch.stack(list(totals.values())), reduction="sum")
-        return dict(zip(totals, summed.tolist(), strict=True)) | {"grad_norm": norm}
+        return self.ranks.total({name: float(value) for name, value in totals.items()}) | {"grad_norm": norm}
 
     def _loss(self, batch: MicroBatch, algorithm: Algorithm) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        outputs: TokenOutputs = _forward(self._logprobs, batch)
+        outputs = self._forward(self._logprobs, batch)
         logprobs, dtype = outputs.logprobs, outputs.logprobs.dtype
         return algorithm.loss(
             LossInputs(
@@ -200,10 +254,6 @@ class Policy:
         if self.config.trackers:
             self.accelerator.end_training()
         AcceleratorState._reset_state()  # one for the process, and it refuses to change
-
-
-def _forward(module: Any, batch: MicroBatch) -> TokenOutputs:
-    return module(batch.token_ids, batch.position_ids, batch.ends, batch.sources, batch.targets, batch.temperatures)
 
 
 def _with_lora(model: Any, rank: int) -> Any:

@@ -21,8 +21,9 @@ from agl_trainer.batch.build import Scored, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
 from agl_trainer.config import TrainConfig
 from agl_trainer.evaluate import Evaluation, Interval
-from agl_trainer.policy import Policy
+from agl_trainer.policy import Policy, join
 from agl_trainer.progress import Progress, say
+from agl_trainer.ranks import Ranks
 from agl_trainer.services import Services
 from agl_trainer.warmup import Demonstrator, Warmup
 
@@ -73,10 +74,15 @@ def _alone() -> Generator[None]:
 
 
 class Session:
-    """Entered once by the loop (entering again inside is allowed): loads, starts, and stops in the end."""
+    """Entered once by the loop (entering again inside is allowed): loads, starts, and stops in the end.
 
+    Every rank has one and asks the same of it in the same order. What only rank 0 does stands inside `Ranks.lead`.
+    """
+
+    ranks: Ranks
     policy: Policy
     backend: Backend
+    """Of rank 0 alone, like the services."""
     services: Services
 
     def __init__(self, agent: AgentFunction, config: TrainConfig) -> None:
@@ -104,6 +110,16 @@ class Session:
     def _begin(self, stack: ExitStack) -> None:
         """Start everything; the stack knows how to stop what was started, whatever fails."""
         stack.enter_context(_alone())
+        self.ranks = join()
+        self.folder = self.ranks.lead(self._make_folder)
+        self.policy = Policy(self.config, self.folder)
+        stack.callback(self.policy.close)
+        self.ranks.lead(lambda: self._serve(stack))
+        self._canary()
+        self.ranks.lead(lambda: self._announce(stack))
+        self._since = time.monotonic()
+
+    def _make_folder(self) -> Path:
         try:
             self.folder.mkdir(parents=True)
         except FileExistsError:
@@ -111,19 +127,20 @@ class Session:
         except OSError as error:
             raise ConfigError(f"output_dir={self.config.output_dir!r}: cannot make {self.folder}: {error}") from error
         say(f"this run is kept in {self.folder}")
-        self.policy = Policy(self.config, self.folder)
-        stack.callback(self.policy.close)
+        return self.folder
+
+    def _serve(self, stack: ExitStack) -> None:
         self.backend = self._make_backend(self.policy, self.config)
         self.services = Services(self.agent, self.config, self.backend, self.folder)
         stack.callback(self.services.close)
         self.services.start()
         self.services.serve(self.policy.version)
-        self._canary()
+
+    def _announce(self, stack: ExitStack) -> None:
         self.policy.start_trackers(self.folder.name)
         hooks = plugins.manager().hook
         stack.callback(hooks.agl_train_end, trainer=self)
         hooks.agl_train_start(trainer=self)
-        self._since = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -133,7 +150,12 @@ class Session:
     # ----------------------------------------------------------------------------------------------- rollouts
 
     def rollouts(self, batch: str, tasks: Sequence[Task], samples: int, mode: Mode = "train") -> list[Rollout]:
-        """Run the agent ``samples`` times on every task and score what it did."""
+        """Run the agent ``samples`` times on every task and score what it did; every rank gets the rollouts."""
+        ended = self.ranks.lead(lambda: self._play(batch, tasks, samples, mode))
+        self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
+        return ended
+
+    def _play(self, batch: str, tasks: Sequence[Task], samples: int, mode: Mode) -> list[Rollout]:
         evaluating = mode == "eval" and self.config.eval_temperature is not None
         temperature = self.config.eval_temperature if evaluating else self.config.temperature
         # Only the temperature shapes the distribution: the trainer computes logprobs for nothing else.
@@ -154,7 +176,6 @@ class Session:
         ]
         with Progress(batch) as progress:
             ended = self.services.collect(wanted, progress)
-        self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
         return [self.services.run(score(rollout, self.config.signal_weight)) for rollout in ended]
 
     @property
@@ -167,21 +188,27 @@ class Session:
 
     def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Scored]:
         """Run the agent while the teacher answers its calls; what was only played is left out."""
+        rollouts, played = self.ranks.lead(lambda: self._play_teacher(tasks, warmup))
+        self.agents_seen |= {call.agent for rollout in rollouts for call in rollout.calls}
+        learners = Selection(warmup.agents) if warmup.agents is not None else self.selection
+        return [
+            Scored(item.rollout, [t for t in item.transitions if (t.rollout, t.prompt_ids) not in played])
+            for item in credited(rollouts, learners)
+        ]
+
+    def _play_teacher(
+        self, tasks: Sequence[Task], warmup: Warmup
+    ) -> tuple[list[Rollout], set[tuple[str, tuple[int, ...]]]]:
         by_rollout = {self._rollout_id("demo", place, 0): task for place, task in enumerate(tasks)}
         engine = Demonstrator(self.policy.tokenizer, self.config.max_length, warmup, by_rollout)
         teacher = endpoint.serve_engine(engine)
         upstream = self.services.run(teacher.__aenter__())
         try:
             self.services.serve(self.policy.version, upstream)
-            rollouts = self.rollouts("demo", tasks, 1, "demo")
+            return self._play("demo", tasks, 1, "demo"), engine.played
         finally:
             self.services.serve(self.policy.version)
             self.services.run(teacher.__aexit__(None, None, None))
-        learners = Selection(warmup.agents) if warmup.agents is not None else self.selection
-        return [
-            Scored(item.rollout, [t for t in item.transitions if (t.rollout, t.prompt_ids) not in engine.played])
-            for item in credited(rollouts, learners)
-        ]
 
     def evaluate(self, name: str, tasks: Sequence[Task]) -> Evaluation | None:
         """Run the agent on held-out tasks; they are never trained on. None when there are no tasks.
@@ -209,10 +236,11 @@ class Session:
         )
         self.evaluations[name] = evaluation
         reward = evaluation.reward
-        say(f"held-out reward {name}: {reward} on {len(by_task)} tasks, {evaluation.unscored} unscored")
         metrics = {"eval/reward": reward.mean, "eval/low": reward.low, "eval/high": reward.high}
         metrics |= {f"eval/{part}": value for part, value in evaluation.parts.items()}
-        self._log(self._step, metrics | {"eval/unscored": float(evaluation.unscored)})
+        metrics["eval/unscored"] = float(evaluation.unscored)
+        said = f"held-out reward {name}: {reward} on {len(by_task)} tasks, {evaluation.unscored} unscored"
+        self.ranks.lead(lambda: (say(said), self._log(self._step, metrics)))
         return evaluation
 
     # ------------------------------------------------------------------------------------------------ weights
@@ -225,23 +253,24 @@ class Session:
     @contextmanager
     def _new_weights(self) -> Generator[None]:
         """Inside, weights change; calls are held. Afterwards the backend serves them under the next version."""
-        policy = self.policy
-        self.services.serve(policy.version, state="updating")
+        policy, ranks = self.policy, self.ranks
+        ranks.lead(lambda: self.services.serve(policy.version, state="updating"))
         before = policy.fingerprint()
         try:
             yield
             if policy.fingerprint() != before:
                 policy.version += 1
-                self.services.run(self.backend.update_weights(policy.version))
+                ranks.lead(lambda: self.services.run(self.backend.update_weights(policy.version)))
                 self._canary()
-                plugins.manager().hook.agl_weights_updated(version=policy.version)
+                ranks.lead(lambda: plugins.manager().hook.agl_weights_updated(version=policy.version))
         finally:
-            self.services.serve(policy.version)
+            if ranks.leads:
+                self.services.serve(policy.version)
 
     def _canary(self) -> None:
-        """Prove that the backend samples from the trainer's present weights."""
+        """Prove that the backend samples from the trainer's present weights, which all ranks share."""
         prompt = self.policy.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
-        tokens = self.services.run(self.backend.probe(prompt, CANARY_TOKENS))
+        tokens = self.ranks.lead(lambda: self.services.run(self.backend.probe(prompt, CANARY_TOKENS)))
         count = len(tokens)
         sampled = Transition(
             rollout="canary",
@@ -275,9 +304,12 @@ class Session:
         now = time.monotonic()
         metrics["seconds"] = now - self._since
         self._since = now
+        self._step = max(step, 0)
+        self.ranks.lead(lambda: self._tell(step, metrics))
+
+    def _tell(self, step: int, metrics: dict[str, float]) -> None:
         if self.services.server is not None:
             metrics["server_restarts"] = float(self.services.server.restarts)
-        self._step = max(step, 0)
         self._log(step, metrics)
         plugins.manager().hook.agl_step_end(step=step, metrics=metrics)
 
@@ -287,6 +319,9 @@ class Session:
 
     def result(self) -> Result:
         """Save the model with its card, and sum the run up."""
+        return self.ranks.lead(self._save)
+
+    def _save(self) -> Result:
         model = self.folder / "model"
         self.policy.save(model)
         result = Result(self.folder, model, self.evaluations)

@@ -1,0 +1,132 @@
+"""What `test_ranks.py` starts on several processes: ``python -m torch.distributed.run ... on_ranks.py WHAT FOLDER``.
+
+Every rank writes what it saw into ``FOLDER/rankN.json`` or ``.pt``; the test compares that with one process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from agl.errors import RunError
+from agl.protocols import LossInputs
+from agl.records import Transition
+from agl.transitions import build_rows
+from agl_trainer import updates
+from agl_trainer.algorithms.grpo import GRPO
+from agl_trainer.batch.pack import TrainRow
+from agl_trainer.batch.weights import token_weights
+from agl_trainer.config import TrainConfig
+from agl_trainer.policy import Policy
+from agl_trainer.testing import tiny_model, tiny_tokenizer
+
+CASES = {"many small": (7, 64), "one each": (7, 10_000), "one row for two ranks": (1, 64)}
+"""Rows of the step, and tokens of a micro-batch."""
+GUARD = GRPO(kl_coef=0.0, clip_high=0.3)
+
+
+def models(folder: Path) -> dict[str, Path]:
+    """A float32 Llama, and a model that computes in float64 throughout (Llama's norm goes through float32)."""
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(folder / "float64")
+    tiny_tokenizer().save_pretrained(folder / "float64")
+    return {"float64": folder / "float64", "float32": tiny_model(folder / "float32")}
+
+
+def rows(count: int) -> list[TrainRow]:
+    """Rows of very different lengths, each with its share of the step."""
+    order = random.Random(0)
+    built = []
+    for place in range(count):
+        prompt = tuple(order.randrange(3, 250) for _ in range(order.randrange(4, 120)))
+        answer = tuple(order.randrange(3, 250) for _ in range(order.randrange(2, 12)))
+        logprobs = tuple(order.uniform(-6, -5) for _ in answer)
+        turn = Transition(
+            rollout=str(place), agent="main", call="c", prompt_ids=prompt, response_ids=answer, logprobs=logprobs
+        )
+        built += build_rows([turn])
+    weights = token_weights(built, "rollout")
+    return [TrainRow(row, [order.uniform(-1, 1)] * len(own), own) for row, own in zip(built, weights, strict=True)]
+
+
+def new_policy(model: Path, precision: str, **settings: Any) -> Policy:
+    policy = Policy(TrainConfig.of(model=str(model), max_grad_norm=1e9, learning_rate=1e-3, **settings))
+    if precision == "float64":
+        policy.model.double()
+    return policy
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(places: Mapping[str, Path], **settings: Any) -> dict[str, torch.Tensor]:
+    """The gradient that the optimiser is given, for every model and case."""
+    found: dict[str, torch.Tensor] = {}
+    for precision, model in places.items():
+        for case, (count, budget) in CASES.items():
+            policy = new_policy(model, precision, micro_batch_tokens=budget, **settings)
+
+            def keep(optimizer: Any, *_: Any, name: str = f"{precision}, {case}") -> None:
+                parts = [
+                    whole(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+                ]
+                found[name] = torch.cat([part.reshape(-1) for part in parts]).clone()
+
+            policy.optimizer.register_step_pre_hook(keep)
+            updates.learn(policy, rows(count), GUARD, policy.config, 2)
+            policy.close()
+    return found
+
+
+class BrokenOnOneRank:
+    """Its loss is NaN, or an error, on rank 1 alone."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how = rank, how
+
+    def advantages(self, values: Sequence[float], groups: Sequence[str]) -> list[float]:
+        return list(values)
+
+    def loss(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        if self.rank == 1 and self.how == "error":
+            raise MemoryError("no room on this one")
+        factor = float("nan") if self.rank == 1 else 1.0
+        return -(inputs.logprobs * inputs.weights).sum() * factor, {}
+
+
+def steps(places: Mapping[str, Path], folder: Path) -> None:
+    """Gradients of two ranks, and what happens when one of them is in trouble."""
+    found = gradients(places)
+    policy = new_policy(places["float32"], "float32", micro_batch_tokens=64)
+    rank, before = policy.ranks.rank, policy.fingerprint()
+    norm = updates.learn(policy, rows(7), BrokenOnOneRank(rank, "nan"), policy.config, 1)["grad_norm"]
+    told: dict[str, Any] = {"size": policy.ranks.size, "skipped": norm != norm and policy.fingerprint() == before}
+    try:
+        updates.learn(policy, rows(7), BrokenOnOneRank(rank, "error"), policy.config, 1)
+    except (RunError, MemoryError) as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+    try:
+        policy.ranks.lead(lambda: 1 / 0)
+    except (RunError, ZeroDivisionError) as error:
+        told["led"] = f"{type(error).__name__}: {error}"
+    told["after"] = updates.learn(policy, rows(7), GUARD, policy.config, 1)
+    told["fingerprint"] = policy.fingerprint()
+    torch.save(found, folder / f"rank{rank}.pt")
+    (folder / f"rank{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    what, target = sys.argv[1], Path(sys.argv[2])
+    {"steps": steps}[what]({name: target / name for name in ("float64", "float32")}, target)
