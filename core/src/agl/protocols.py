@@ -116,22 +116,54 @@ class LossInputs:
     """Which call each token belongs to, from 0: the sequences of sequence-level ratios. A call is never split over
     micro-batches."""
     ref_logprobs: torch.Tensor | None = None
-    """Under the reference model, when KL is on."""
+    """Under the reference model, when the algorithm needs ``ref_logprobs``."""
     entropies: torch.Tensor | None = None
-    """Of the distribution each token was drawn from, with gradient, when the algorithm's ``entropy_coef`` is not 0."""
+    """Of the distribution each token was drawn from, with gradient, when the algorithm needs ``entropies``."""
     values: torch.Tensor | None = None
-    """The critic's, with gradient, when the algorithm has a critic."""
+    """The critic's, with gradient, when the algorithm needs ``values``."""
     old_values: torch.Tensor | None = None
     """The critic's at the start of the step."""
     returns: torch.Tensor | None = None
     """What the critic should have said."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The sampled tokens of a whole step, before its first pass; one number for each unless told otherwise."""
+
+    rewards: Sequence[float]
+    """Of each token: 0, but at the last token of a call what that call earned. An agent's calls are one episode, and
+    what `Algorithm.advantages` gave to a call is what is earned from it on, so a call earned its own minus the next
+    one's. A reward that all calls of a rollout share is thereby counted once, at the end."""
+    episodes: Sequence[Sequence[int]]
+    """The tokens of each agent of each rollout, in the order of time. Observed tokens do not exist here: no value, no
+    decay across them."""
+    kl: Sequence[float] | None = None
+    """``log pi - log pi_ref`` at the start of the step, when the algorithm needs ``kl``."""
+    values: Sequence[float] | None = None
+    """The critic's at the start of the step, when the algorithm needs ``values``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantages:
+    """What comes of `StepTokens`, one entry per token."""
+
+    advantages: Sequence[float]
+    returns: Sequence[float] | None = None
+    """What the critic should have said."""
+
+
 class Algorithm(Protocol):
-    """How advantages and the loss are computed. Both are pure functions.
+    """How advantages and the loss are computed, by pure functions.
 
     An algorithm is made by a factory (a dataclass, usually) that was registered under its name and is called with the
-    user's settings as keyword arguments.
+    user's settings as keyword arguments. It may have more:
+
+    * ``needs``: names of what the model must be asked for. ``old_logprobs`` (the default; an extra forward only when a
+      step has several passes), ``ref_logprobs``, ``entropies`` and ``values`` arrive in `LossInputs`; ``kl`` is for
+      the reward: it arrives in `StepTokens`, or is subtracted from the rewards, times ``kl_coef``, before
+      ``advantages`` when there is no ``token_advantages``.
+    * ``token_advantages(step: StepTokens) -> TokenAdvantages``: replaces the advantages of calls by those of tokens.
     """
 
     aggregation: Any

@@ -272,7 +272,7 @@ def test_on_policy_the_ratio_is_one_at_any_temperature(exact: LogprobModel, temp
     loss, metrics = GRPO().loss(inputs)
     assert float(loss.detach()) == pytest.approx(-1.0, rel=1e-9)
     assert float(metrics["mismatch_kl"]) == pytest.approx(0.0, abs=1e-12)
-    assert float(metrics["clipped"]) == float(metrics["tis_capped"]) == 0.0
+    assert float(metrics["clipped"]) == float(metrics["corrected"]) == 0.0
 
 
 # ----------------------------------------------------------------------------------------- is it the derivative?

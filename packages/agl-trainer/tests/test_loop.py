@@ -119,7 +119,7 @@ def test_every_step_and_evaluation_is_in_the_log(learned: Result):
         assert line["rollouts"] == line["transitions"] == 32 and line["unscored"] == 0
         assert line["reward"] == line["reward/reward"] and 0 <= line["reward"] <= 1
         assert 1 <= line["response_tokens"] <= 4 and line["calls/main"] == 32
-        assert line["mismatch_kl"] < 1e-6 and line["clipped"] == 0.0 and line["tis_capped"] == 0.0
+        assert line["mismatch_kl"] < 1e-6 and line["clipped"] == 0.0 and line["corrected"] == 0.0
         assert line["seconds"] > 0 and line["server_restarts"] == 0
     assert sum(line["reward"] for line in steps[-3:]) > 1.5 * sum(line["reward"] for line in steps[:3])
 

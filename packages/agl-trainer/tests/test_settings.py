@@ -53,7 +53,7 @@ def test_a_missing_model_is_named():
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
-        ({"algorithm": "gpro"}, PluginError, r"no algorithm is named 'gpro'; did you mean 'grpo'\?"),
+        ({"algorithm": "grop"}, PluginError, r"no algorithm is named 'grop'; did you mean 'grpo'\?"),
         ({"backend": "transformer"}, PluginError, r"no backend is named 'transformer'; did you mean 'transformers'\?"),
         ({"optimize": []}, SelectionError, r"selects no agent"),
     ],

@@ -14,8 +14,8 @@ from torch import nn
 
 from agl.protocols import LossInputs
 from agl.records import Row
-from agl_trainer.algorithms import grpo
-from agl_trainer.algorithms.grpo import GRPO, kl_divergence
+from agl_trainer.algorithms.grpo import GRPO
+from agl_trainer.algorithms.kl import kl_divergence
 from agl_trainer.batch.weights import Aggregation, token_weights
 from agl_trainer.logprobs import selected_logprobs
 
@@ -107,9 +107,8 @@ def test_advantages_equal_those_of_trl(data_dir: Path):
 
 
 def test_rollout_level_advantages_equal_those_of_agentlightning_except_for_a_group_of_one(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path,
 ):
-    monkeypatch.setattr(grpo, "EPSILON", 1e-6)  # agentlightning's; ours is TRL's 1e-4
     found, rtol = cases(data_dir, "agl_rollout_level")
     alone = 0
     for case in found:
@@ -121,7 +120,7 @@ def test_rollout_level_advantages_equal_those_of_agentlightning_except_for_a_gro
         ):
             rewards[rollout], task[rollout] = float(line.sum()), group
         scale = "group" if case["params"]["norm_adv_by_std_in_grpo"] else "none"
-        got = GRPO(scale=scale).advantages(list(rewards.values()), [task[rollout] for rollout in rewards])
+        got = GRPO(scale=scale, epsilon=1e-6).advantages(list(rewards.values()), [task[rollout] for rollout in rewards])
         by_rollout = dict(zip(rewards, got, strict=True))
         size = Counter(task.values())
         mask = tensor(inputs["response_mask"])
@@ -200,7 +199,7 @@ def test_the_loss_equals_that_of_trl(data_dir: Path):
             GRPO(
                 clip_low=params["epsilon_low"],
                 clip_high=params["epsilon_high"],
-                tis_cap=UNCAPPED,  # TRL was given ratios that it had capped before
+                correction_bounds=(0, UNCAPPED),  # TRL was given ratios that it had capped before
                 kl_coef=params["beta"],
                 kl_estimator="k3",
             ),
@@ -240,7 +239,11 @@ def test_the_loss_equals_that_of_verl_where_its_dual_clip_is_idle(data_dir: Path
         advantages, mask = tensor(inputs["advantages"]), tensor(inputs["response_mask"])
         weights = inputs.get("rollout_is_weights")
         loss, gradient, _ = loss_of(
-            GRPO(clip_low=params["clip_ratio_low"], clip_high=params["clip_ratio_high"], tis_cap=UNCAPPED),
+            GRPO(
+                clip_low=params["clip_ratio_low"],
+                clip_high=params["clip_ratio_high"],
+                correction_bounds=(0, UNCAPPED),
+            ),
             modes[params["loss_agg_mode"]],
             logprobs,
             old,
@@ -268,7 +271,7 @@ def test_the_loss_with_a_capped_token_weight_equals_that_of_openrlhf(data_dir: P
         old = tensor(inputs["old_log_probs"])
         cap = params["is_correction_threshold"][1]
         loss, gradient, _ = loss_of(
-            GRPO(clip_low=params["clip_eps_low"], clip_high=params["clip_eps_high"], tis_cap=cap),
+            GRPO(clip_low=params["clip_eps_low"], clip_high=params["clip_eps_high"], correction_bounds=(0, cap)),
             "token" if params["token_level_loss"] else "rollout",
             tensor(inputs["log_probs"]),
             old,

@@ -125,14 +125,22 @@ class TrainConfig(BaseModel):
         try:
             return cls(**settings)
         except ValidationError as error:
-            raise ConfigError(
-                "; ".join(_explain(problem, list(cls.model_fields)) for problem in error.errors())
-            ) from None
+            known = list(cls.model_fields)
+            chosen = settings.get("algorithm", cls.model_fields["algorithm"].default)
+            name = chosen.get("name") if isinstance(chosen, dict) else chosen
+            raise ConfigError("; ".join(_explain(problem, known, str(name)) for problem in error.errors())) from None
 
 
-def _explain(problem: Any, names: list[str]) -> str:
+def _explain(problem: Any, names: list[str], algorithm: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
+        from agl_trainer import algorithms  # it imports torch, which a good configuration does not wait for
+
+        if owner := algorithms.with_setting(name, algorithm):
+            return (
+                f"unknown setting {name!r}: it belongs to the algorithm; write algorithm={{'name': {owner!r}, "
+                f"{name!r}: {problem['input']!r}}}"
+            )
         return f"unknown setting {name!r}{nearest(name, names)}"
     if problem["type"] == "missing":
         return f"setting {name!r} is missing"

@@ -13,10 +13,20 @@ agl_step_end = progress.agl_step_end
 
 @hookimpl
 def agl_register_algorithms(register: Register) -> None:
-    """Register ``grpo``."""
+    """Register ``grpo``, ``rloo``, ``reinforce_pp``, ``ppo``, ``gspo`` and ``cispo``."""
+    from agl_trainer.algorithms.cispo import CISPO
     from agl_trainer.algorithms.grpo import GRPO
+    from agl_trainer.algorithms.gspo import GSPO
+    from agl_trainer.algorithms.ppo import PPO
+    from agl_trainer.algorithms.reinforce_pp import ReinforcePP
+    from agl_trainer.algorithms.rloo import RLOO
 
     register("grpo", GRPO)
+    register("rloo", RLOO)
+    register("reinforce_pp", ReinforcePP)
+    register("ppo", PPO)
+    register("gspo", GSPO)
+    register("cispo", CISPO)
 
 
 @hookimpl

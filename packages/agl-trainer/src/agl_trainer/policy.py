@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from agl.protocols import Algorithm, LossInputs
 from agl_trainer import algorithms, models
 from agl_trainer.batch.pack import MicroBatch
 from agl_trainer.config import TrainConfig
+from agl_trainer.critic import make_critic
 from agl_trainer.logprobs import LogprobModel, TokenOutputs
 from agl_trainer.ranks import Ranks
 
@@ -96,16 +98,20 @@ class Policy:
         set_seed(config.seed)
         model, self.tokenizer = models.load(config.model, "float32" if mixed else config.precision)
         self._frozen_copy: Any = None
-        self._needs_reference = bool(getattr(algorithms.make(config.algorithm), "kl_coef", 0.0))
+        algorithm = algorithms.make(config.algorithm)
+        needs = algorithms.needs(algorithm)
         if config.lora_rank:
             model = _with_lora(model, config.lora_rank)
-        elif self._needs_reference or config.unselected == "frozen":
+        elif needs & {"ref_logprobs", "kl"} or config.unselected == "frozen":
             self._frozen_copy = copy.deepcopy(model).requires_grad_(False).eval().to(self.accelerator.device)
         # Dropout would make the trained probabilities differ from the sampled ones.
         self.model: Any = model.eval().to(self.accelerator.device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.critic = make_critic(self.model, algorithm) if "values" in needs else None
+        self._critic_parameters = [p for p in self.critic.parameters() if p.requires_grad] if self.critic else []
+        self._critic_rate = float(getattr(algorithm, "critic_learning_rate", config.learning_rate))
         self.optimizer = self.new_optimizer(config.learning_rate)
-        self._logprobs = LogprobModel(self.model)
+        self._logprobs = LogprobModel(self.model, self.critic)
         self.lock = threading.RLock()
         self.version = 0
         self.stop_ids = frozenset(_stop_ids(model, self.tokenizer))
@@ -113,7 +119,10 @@ class Policy:
 
     def new_optimizer(self, learning_rate: float) -> Any:
         """A fresh AdamW over what is trained; the warm-up's moments do not leak into reinforcement learning."""
-        return torch.optim.AdamW(self.parameters, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
+        groups: list[dict[str, Any]] = [{"params": self.parameters}]
+        if self._critic_parameters:
+            groups.append({"params": self._critic_parameters, "lr": self._critic_rate})
+        return torch.optim.AdamW(groups, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that training computes in; the engine generates in the same."""
@@ -137,25 +146,38 @@ class Policy:
 
     def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprobs under the frozen beginning, without gradient."""
-        with torch.no_grad(), self.frozen():
+        batch = batch.to(self.accelerator.device)
+        with self.lock, torch.no_grad(), self.frozen():
             module = self._logprobs if self._frozen_copy is None else LogprobModel(self._frozen_copy)
             return self._forward(module, batch).logprobs
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprobs under the present weights, without gradient."""
+        return self.outputs(batch).logprobs
+
+    def outputs(self, batch: MicroBatch, *, values: bool = False) -> TokenOutputs:
+        """Logprobs under the present weights, and values of the present critic, without gradient."""
         batch = batch.to(self.accelerator.device)
         with self.lock, torch.no_grad():
-            return self._forward(self._logprobs, batch).logprobs
+            return self._forward(self._logprobs, batch, values=values)
 
-    def _forward(self, module: LogprobModel, batch: MicroBatch) -> TokenOutputs:
+    def _forward(self, module: LogprobModel, batch: MicroBatch, **asked: bool) -> TokenOutputs:
         with self.autocast():
             return module(
-                batch.token_ids, batch.position_ids, batch.ends, batch.sources, batch.targets, batch.temperatures
+                batch.token_ids,
+                batch.position_ids,
+                batch.ends,
+                batch.sources,
+                batch.targets,
+                batch.temperatures,
+                **asked,
             )
 
     # ----------------------------------------------------------------------------------------------- learning
 
-    def update(self, batches: Sequence[MicroBatch], algorithm: Algorithm) -> dict[str, float]:
+    def update(
+        self, batches: Sequence[MicroBatch], algorithm: Algorithm, *, only_critic: bool = False
+    ) -> dict[str, float]:
         """One optimiser step over all micro-batches; returns what the loss and the optimiser have to tell.
 
         Ranks add up their gradients once, after the last micro-batch: each may have any number of them, or none.
@@ -163,6 +185,7 @@ class Policy:
         Args:
             batches: of this rank; token weights sum to 1 over all ranks (or less, when rollouts were left out).
             algorithm: whose loss is minimised.
+            only_critic: leave the policy as it is.
 
         Raises:
             NumericsError: too many steps in a row had no finite gradient. Parameters are never touched by one.
@@ -177,13 +200,24 @@ class Policy:
                     loss.backward()
                     for name, value in {"loss": loss.detach(), **metrics}.items():
                         totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            self.ranks.add_up(self.parameters)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
-            self._apply(norm)
-        return self.ranks.total({name: float(value) for name, value in totals.items()}) | {"grad_norm": norm}
+            norms = {"grad_norm": self._sum_and_clip([] if only_critic else self.parameters)}
+            if self._critic_parameters:  # clipped apart, so that a critic that errs does not hold the policy back
+                norms["critic_grad_norm"] = self._sum_and_clip(self._critic_parameters)
+            if only_critic:
+                for parameter in self.parameters:
+                    parameter.grad = None
+            self._apply(**norms)
+        return self.ranks.total({name: float(value) for name, value in totals.items()}) | norms
+
+    def _sum_and_clip(self, parameters: Sequence[torch.nn.Parameter]) -> float:
+        """Add up gradients over ranks and scale them down to ``max_grad_norm``; returns their norm before."""
+        self.ranks.add_up(parameters)
+        return float(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
 
     def _loss(self, batch: MicroBatch, algorithm: Algorithm) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        outputs = self._forward(self._logprobs, batch)
+        needs = algorithms.needs(algorithm)
+        asked = {name: name in needs for name in ("entropies", "values")}
+        outputs = self._forward(self._logprobs, batch, **asked)
         logprobs, dtype = outputs.logprobs, outputs.logprobs.dtype
         return algorithm.loss(
             LossInputs(
@@ -193,14 +227,17 @@ class Policy:
                 advantages=batch.advantages.to(dtype),
                 weights=batch.weights.to(dtype),
                 calls=batch.calls,
-                ref_logprobs=self.reference_logprobs(batch) if self._needs_reference else None,
+                ref_logprobs=batch.ref_logprobs,
                 entropies=outputs.entropies,
                 values=outputs.values,
+                old_values=batch.old_values,
+                returns=None if batch.returns is None else batch.returns.to(dtype),
             )
         )
 
-    def _apply(self, norm: float) -> None:
-        if not torch.isfinite(torch.tensor(norm)):
+    def _apply(self, grad_norm: float, critic_grad_norm: float = 0.0) -> None:
+        norm = grad_norm + critic_grad_norm
+        if not math.isfinite(norm):
             self.optimizer.zero_grad()
             self._bad_steps += 1
             if self._bad_steps >= BAD_STEPS:
@@ -213,9 +250,9 @@ class Policy:
         before = self.fingerprint()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if norm > 0 and self.fingerprint() == before:
+        if grad_norm > 0 and self.fingerprint() == before:
             raise BackendError(
-                f"an optimiser step with gradient norm {norm:.3g} changed no weight: learning_rate "
+                f"an optimiser step with gradient norm {grad_norm:.3g} changed no weight: learning_rate "
                 f"{self.optimizer.param_groups[0]['lr']!r} is too small for {self.parameters[0].dtype}"
             )
 

@@ -19,6 +19,7 @@ class SFT:
     """Imitate what was demonstrated."""
 
     aggregation: Aggregation = "token"
+    needs: frozenset[str] = frozenset()
 
     def advantages(self, values: Sequence[float], groups: Sequence[str]) -> list[float]:
         """1 for everyone: a demonstration is right by definition."""

@@ -13,6 +13,7 @@ from agl.protocols import Algorithm
 from agl.records import Reward, Rollout, Row, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
+from agl_trainer.algorithms import needs
 from agl_trainer.batch.pack import TrainRow
 from agl_trainer.batch.weights import token_weights
 
@@ -126,11 +127,11 @@ def train_rows(
     Args:
         scored: the rollouts of the step.
         advantages: of each rollout's transitions.
-        algorithm: says how token losses add up. Rows whose advantages are all 0 are left out, unless it pulls them
-            towards a reference.
+        algorithm: says how token losses add up. Rows whose advantages are all 0 are left out, unless it does more
+            with them (KL, entropy, a critic).
         max_length: longer rows are an error of the engine's limit, not something to cut.
     """
-    keep_zero = bool(getattr(algorithm, "kl_coef", 0.0))
+    keep_zero = hasattr(algorithm, "token_advantages") or bool(needs(algorithm) - {"old_logprobs"})
     kept: list[tuple[Row, list[float]]] = []
     everything: list[Row] = []
     for item, own in zip(scored, advantages, strict=True):

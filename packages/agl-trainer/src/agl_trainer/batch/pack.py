@@ -54,7 +54,13 @@ class MicroBatch:
     weights: torch.Tensor
     """``[N]``"""
     old_logprobs: torch.Tensor | None = None
-    """``[N]`` at the start of the step; None in its first pass, whose own logprobs are the old ones."""
+    """``[N]`` at the start of the step; None when it has one pass, whose own logprobs are the old ones."""
+    ref_logprobs: torch.Tensor | None = None
+    """``[N]`` under the reference model, when the algorithm needs them."""
+    old_values: torch.Tensor | None = None
+    """``[N]`` of the critic at the start of the step, when there is one."""
+    returns: torch.Tensor | None = None
+    """``[N]`` what the critic should have said."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
