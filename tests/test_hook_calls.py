@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import agl
 from agl import hookimpl, plugins, scope
 from agl.errors import PluginError, RunError
-from agl.records import Call, Choice, Reward, Rollout, Step, Task, Transition
+from agl.records import Call, Choice, Reward, Rollout, Step, StepKind, Task, Transition
 from agl_trainer import Trainer
 from agl_trainer.testing import tiny_model
 
@@ -124,12 +125,39 @@ async def test_agl_compute_reward_adds_to_what_the_agent_returned_and_may_be_awa
 def test_agl_signal_reward_hears_every_plugin_on_every_step(load: Callable[[object], None]) -> None:
     class Strict:
         @hookimpl
-        def agl_signal_reward(self, step: Step) -> float | None:
-            return -0.5 if step.kind == "model_error" else None
+        def agl_signal_reward(self, step: Step) -> Mapping[str, float] | None:
+            return {"refused": 1.0, "tool_error": 0.5} if step.kind in ("tool_error", "model_error") else None
 
     load(Strict())
-    steps = [Step(id=str(place), kind=kind, call_id="c1") for place, kind in enumerate(("tool_end", "model_error"))]
-    assert sorted(plugins.signal_rewards(steps)) == [-0.5, 1.0]
+    kinds: list[StepKind] = ["tool_error", "model_error", "model_start"]
+    steps = [Step(id=str(place), kind=kind, call_id="c1") for place, kind in enumerate(kinds)]
+    assert plugins.signal_rewards(steps) == [
+        {"refused": 1.0, "tool_error": 1.5},
+        {"refused": 1.0, "tool_error": 0.5},
+        {},
+    ]
+    plugins.check_signals(["refused", "empty_result"])
+    with pytest.raises(
+        PluginError, match=r"no signal is named 'refusd'; did you mean 'refused'\?.*known: empty_result, p"
+    ):
+        plugins.check_signals(["refusd"])
+
+
+def test_agl_group_key_may_compare_by_anything(load: Callable[[object], None]) -> None:
+    class ByLength:
+        @hookimpl
+        def agl_group_key(self, transition: Transition, turn: int) -> Any:
+            return f"{len(transition.prompt_ids)} tokens" if transition.agent == "main" else answer
+
+    answer: Any = None
+    load(ByLength())
+    ran = rollout()
+    (mine,) = plugins.build_transitions(ran)
+    other = replace(mine, agent="judge", call="c2")
+    assert plugins.group_keys(ran, [mine, other], "turn") == ["2 tokens", "'b/t1' 'judge' turn 0"]
+    answer = 3
+    with pytest.raises(RunError, match="agl_group_key returned 3; return text"):
+        plugins.group_keys(ran, [other], "turn")
 
 
 def test_agl_assign_credit_gives_one_number_to_each_transition(load: Callable[[object], None]) -> None:

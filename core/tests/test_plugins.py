@@ -15,6 +15,7 @@ import pytest
 from agl import hookspecs, plugins
 from agl.errors import PluginError
 from agl.hookspecs import hookimpl
+from agl.records import Step
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_the_trace_prints_every_hook_call(
     fresh: Callable[..., pluggy.PluginManager], capsys: pytest.CaptureFixture[str]
 ):
     manager = fresh({}, AGL_TRACE_PLUGINS="1")
-    manager.hook.agl_signal_reward(step=SimpleNamespace(kind="tool_end"))
+    manager.hook.agl_signal_reward(step=Step(id="s", kind="tool_end", call_id="c"))
     manager.hook.agl_instrument()
     told = capsys.readouterr().err
     assert "agl hook agl_signal_reward(step) -> rewards" in told

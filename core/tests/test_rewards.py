@@ -69,17 +69,36 @@ async def test_a_plugins_part_that_is_no_number_is_refused(load: Callable[[objec
         await plugins.compute_reward(rollout(1.0))
 
 
-def test_tools_signal_success_and_failure_and_nothing_else():
-    kinds: list[Any] = ["tool_start", "tool_end", "tool_error", "model_start", "model_end", "model_error"]
-    signals = [rewards.agl_signal_reward(Step(id=kind, kind=kind, call_id="c")) for kind in kinds]
-    assert signals == [None, 1.0, -1.0, None, None, None]
+TOOL = {"tool_success": 1.0, "tool_error": 0.0, "empty_result": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "signals"),
+    [
+        ("tool_end", {}, TOOL),
+        ("tool_end", {"result_length": 12}, TOOL),
+        ("tool_end", {"result_length": 0}, {**TOOL, "empty_result": 1.0}),
+        ("tool_end", {"status": "success"}, TOOL),
+        ("tool_end", {"status": "error", "result_length": 0}, {**TOOL, "tool_success": 0.0, "tool_error": 1.0}),
+        ("tool_error", {"error": "ValueError"}, {"tool_error": 1.0}),
+        ("model_end", {}, {"parse_failure": 0.0}),
+        ("model_end", {"tool_calls": ["1"]}, {"parse_failure": 0.0}),
+        ("model_end", {"unparsed": 2}, {"parse_failure": 1.0}),
+        ("parser_error", {}, {"parse_failure": 1.0}),
+        ("tool_start", {}, None),
+        ("model_start", {}, None),
+        ("model_error", {}, None),
+    ],
+)
+def test_built_in_signals_tell_what_happened(kind: Any, data: dict[str, Any], signals: dict[str, float] | None):
+    assert rewards.agl_signal_reward(Step(id="s", kind=kind, call_id="c", data=data)) == signals
 
 
 def test_every_transition_receives_all_of_its_agents_reward():
     earned = rollout({"shared": 1.0, "writer": {"style": 0.5}})
     transitions = [transition("writer"), transition("judge"), transition("writer")]
-    assert credit.agl_assign_credit(earned, transitions) == [1.5, 1.0, 1.5]
-    assert credit.agl_assign_credit(rollout(None), transitions) is None
+    assert credit.agl_assign_credit(earned, transitions, None) == [1.5, 1.0, 1.5]
+    assert credit.agl_assign_credit(rollout(None), transitions, None) is None
 
 
 def test_a_plugins_credit_must_be_finite(load: Callable[[object], None]):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from agl.credit import Baseline
     from agl.protocols import Register
     from agl.records import Rollout, Step, Transition
     from agl.scope import CallInfo
@@ -77,13 +78,20 @@ def agl_compute_reward(
 
 
 @hookspec
-def agl_signal_reward(step: Step) -> float | None:
-    """Judge one step from monitoring signals (automatic intermediate rewards). Off unless the trainer weighs it."""
+def agl_signal_reward(step: Step) -> Mapping[str, float] | None:
+    """Judge one step by named intermediate rewards, summed by name; each is off unless the trainer weighs it."""
 
 
 @hookspec(firstresult=True)
-def agl_assign_credit(rollout: Rollout, transitions: Sequence[Transition]) -> Sequence[float] | None:
+def agl_assign_credit(
+    rollout: Rollout, transitions: Sequence[Transition], discount: float | None
+) -> Sequence[float] | None:
     """Spread the reward over the transitions, one number each. First result; the default gives each all of it."""
+
+
+@hookspec(firstresult=True)
+def agl_group_key(rollout: Rollout, transition: Transition, turn: int, baseline: Baseline) -> str | None:
+    """Name the group of a transition, whose credits are compared. First result; the default follows the setting."""
 
 
 # ------------------------------------------------------------------------------------------------------ trainer

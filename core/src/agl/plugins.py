@@ -11,16 +11,16 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pluggy
 
 from agl import credit, hookspecs, log, rewards, scope, transitions
 from agl.errors import PluginError, RunError
 from agl.hookspecs import hookimpl
-from agl.records import Rollout, Step, Transition
+from agl.records import Rollout, Step, StepKind, Transition
 
 BUILT_IN = {"rewards": rewards, "credit": credit, "transitions": transitions, "log": log}
 
@@ -225,19 +225,38 @@ async def _ready(value: Any) -> Any:
     return value
 
 
-def signal_rewards(steps: Sequence[Step]) -> list[float]:
-    """What the plugins think of each step that they judge."""
+def signal_rewards(steps: Sequence[Step]) -> list[dict[str, float]]:
+    """Named intermediate rewards of each step, those of all plugins summed by name."""
     hook = manager().hook.agl_signal_reward
-    return [rewards.as_number("signal", value) for step in steps for value in hook(step=step)]
+    return [
+        rewards.sum_parts([one for one in hook(step=step) if one is not None], "agl_signal_reward") for step in steps
+    ]
 
 
-def assign_credit(rollout: Rollout, transitions: Sequence[Transition]) -> list[Transition]:
+def check_signals(names: Collection[str]) -> None:
+    """Refuse names that no plugin answers, even with 0, when it is shown an empty step of each kind.
+
+    Raises:
+        PluginError: it lists the names that are known.
+    """
+    shown = [Step(id=kind, kind=kind, call_id=kind) for kind in get_args(StepKind)] if names else []
+    known = sorted({name for values in signal_rewards(shown) for name in values})
+    for name in names:
+        if name not in known:
+            raise PluginError(
+                f"no signal is named {name!r}{nearest(name, known)} (known: {', '.join(known) or 'none'})"
+            )
+
+
+def assign_credit(
+    rollout: Rollout, transitions: Sequence[Transition], discount: float | None = None
+) -> list[Transition]:
     """The transitions, each with its share of the reward.
 
     Raises:
         RunError: a plugin returned another number of values than there are transitions.
     """
-    shares: Any = manager().hook.agl_assign_credit(rollout=rollout, transitions=transitions)
+    shares: Any = manager().hook.agl_assign_credit(rollout=rollout, transitions=transitions, discount=discount)
     if not isinstance(shares, Sequence):
         raise RunError(f"agl_assign_credit returned {shares!r}; return a list with a number for each transition")
     numbers = cast("Sequence[Any]", shares)
@@ -250,3 +269,20 @@ def assign_credit(rollout: Rollout, transitions: Sequence[Transition]) -> list[T
         transition.with_reward(rewards.as_number("credit", share))
         for transition, share in zip(transitions, numbers, strict=True)
     ]
+
+
+def group_keys(rollout: Rollout, transitions: Sequence[Transition], baseline: credit.Baseline) -> list[str]:
+    """The group of each transition of a rollout.
+
+    Raises:
+        RunError: a plugin named a group by something else than text.
+    """
+    hook = manager().hook.agl_group_key
+    keys: list[Any] = [
+        hook(rollout=rollout, transition=transition, turn=turn, baseline=baseline)
+        for transition, turn in zip(transitions, credit.turns(transitions), strict=True)
+    ]
+    for key in keys:
+        if not isinstance(key, str):
+            raise RunError(f"agl_group_key returned {key!r}; return text: transitions of equal keys are compared")
+    return keys

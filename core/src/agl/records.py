@@ -7,6 +7,7 @@ shared between threads without a copy.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from agl.errors import CaptureError, RewardError, UsageError
 Mode = Literal["train", "eval", "demo"]
 Outcome = Literal["ok", "agent_error", "infra_error", "timeout", "truncated"]
 CallState = Literal["done", "error", "client_gone"]
-StepKind = Literal["model_start", "model_end", "model_error", "tool_start", "tool_end", "tool_error"]
+StepKind = Literal["model_start", "model_end", "model_error", "tool_start", "tool_end", "tool_error", "parser_error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +161,17 @@ class Step:
     """Unique; the server keeps a step once however often it is sent."""
     kind: StepKind
     call_id: str
-    """The framework's run id: of the model call for ``model_*``, of the tool call for ``tool_*``."""
+    """The framework's run id: of the model call for ``model_*``, of the tool call for ``tool_*``, of the output parser
+    for ``parser_error``."""
     agent: str | None = None
     parent: str | None = None
     name: str | None = None
     """The model's or tool's name, where the framework tells."""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What else the framework told; nothing of what was said. ``model_end``: ``tool_calls``, the ids of the tool calls
+    that the answer makes, and ``unparsed``, how many more do not parse. ``tool_*``: ``tool_call_id``, which of those it
+    runs. ``tool_end``: ``result_length`` in characters (see `agl.scope.result_length`), ``status`` ``"error"`` where
+    what the tool returned is an error for the model to read. ``*_error``: ``error``."""
     time: float = 0.0
 
 
@@ -224,6 +230,9 @@ class Transition:
     logprobs: tuple[float, ...]
     temperature: float = 1.0
     policy_version: int | None = None
+    finish_reason: str | None = None
+    signal: float = 0.0
+    """Weighted sum of the intermediate rewards that the call caused."""
     reward: float | None = None
     """None until credit is assigned, which is not the same as zero."""
 
@@ -252,3 +261,8 @@ class Row:
 def total_tokens(transitions: Sequence[Transition]) -> int:
     """Sampled tokens of these transitions."""
     return sum(len(transition.response_ids) for transition in transitions)
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids in four bytes each: quick to compare and to hash, and a beginning in bytes is one in tokens."""
+    return struct.pack(f"{len(token_ids)}i", *token_ids)

@@ -1,4 +1,4 @@
-"""Default reward plugin: what the agent function returned, and what tools signalled."""
+"""Default reward plugin: what the agent function returned, and what the framework's callbacks signal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,30 @@ def agl_compute_reward(rollout: Rollout) -> Mapping[str, float] | None:
 
 
 @hookimpl
-def agl_signal_reward(step: Step) -> float | None:
-    """A tool that succeeded signals 1, one that failed -1 (automatic intermediate rewards, arXiv 2508.03680 §3.3)."""
-    return {"tool_end": 1.0, "tool_error": -1.0}.get(step.kind)
+def agl_signal_reward(step: Step) -> Mapping[str, float] | None:
+    """What a framework's callbacks tell (automatic intermediate rewards, arXiv 2508.03680 §3.3): 1 where it happened.
+
+    ``tool_success``, ``tool_error``: how a tool ended. ``empty_result``: it returned nothing. ``parse_failure``: a
+    tool call of the model, or its answer to an output parser, could not be read. The weight has the sign.
+    """
+    data = step.data
+    match step.kind:
+        case "tool_end":
+            failed = data.get("status") == "error"
+            empty = not failed and data.get("result_length") == 0
+            return {"tool_success": float(not failed), "tool_error": float(failed), "empty_result": float(empty)}
+        case "tool_error":
+            return {"tool_error": 1.0}
+        case "model_end":
+            return {"parse_failure": float(bool(data.get("unparsed")))}
+        case "parser_error":
+            return {"parse_failure": 1.0}
+        case _:
+            return None
 
 
-def sum_parts(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add parts of the same name.
+def sum_parts(answers: Sequence[Mapping[str, float]], hook: str = "agl_compute_reward") -> dict[str, float]:
+    """Add parts of the same name; ``hook`` is whose answers they are.
 
     Raises:
         RewardError: an answer that is no mapping, or a part that is not a finite number.
@@ -33,7 +50,7 @@ def sum_parts(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for answer in cast("Sequence[Any]", answers):
         if not isinstance(answer, Mapping):
-            raise RewardError(f"agl_compute_reward returned {answer!r}; return named parts, such as {{'reward': 1.0}}")
+            raise RewardError(f"{hook} returned {answer!r}; return named parts, such as {{'reward': 1.0}}")
         for name, value in cast("Mapping[str, Any]", answer).items():
             parts[name] = parts.get(name, 0.0) + as_number(name, value)
     return parts

@@ -132,6 +132,23 @@ def current_call() -> CallInfo | None:
     return CallInfo(agent=name) if name is not None else None
 
 
+NOTHING = frozenset({"", "[]", "{}", "()", '""', "''", "null", "None"})
+"""How tools write that they found nothing."""
+TOOL_CALL_MARKS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
+"""How the models of the Hermes and Qwen, Llama and Mistral families begin a tool call."""
+
+
+def result_length(result: object) -> int:
+    """Characters in what a tool returned, 0 where it found nothing. Adapters report this and not the content."""
+    text = str(result).strip()
+    return 0 if text in NOTHING else len(text)
+
+
+def unparsed_tool_calls(text: str) -> int:
+    """How many tool calls an answer's text still holds: a server takes out those that it can parse."""
+    return sum(text.count(mark) for mark in TOOL_CALL_MARKS)
+
+
 def wrap(function: Callable[P, R]) -> Callable[P, R]:
     """Carry the current scope into a thread that the program starts itself."""
     context = contextvars.copy_context()

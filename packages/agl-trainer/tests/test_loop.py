@@ -118,7 +118,7 @@ def test_every_step_and_evaluation_is_in_the_log(learned: Result):
     for line in steps:
         assert line["rollouts"] == line["transitions"] == 32 and line["unscored"] == 0
         assert line["reward"] == line["reward/reward"] and 0 <= line["reward"] <= 1
-        assert 1 <= line["response_tokens"] <= 4 and line["calls/main"] == 32
+        assert 1 <= line["response_tokens"] <= 4 and line["agent/main/calls"] == 32
         assert line["mismatch_kl"] < 1e-6 and line["clipped"] == 0.0 and line["corrected"] == 0.0
         assert line["seconds"] > 0 and line["server_restarts"] == 0
     assert sum(line["reward"] for line in steps[-3:]) > 1.5 * sum(line["reward"] for line in steps[:3])
@@ -213,7 +213,7 @@ def test_agents_have_rewards_of_their_own_against_baselines_of_their_own(train: 
     trainer = train(two_agents, baseline="agent", steps=1)
     with trainer.session:
         (batch,) = [trainer.step(batch) for batch in trainer.batches()]
-    assert batch["calls/writer"] == batch["calls/judge"] == 8 and batch["transitions"] == 16
+    assert batch["agent/writer/calls"] == batch["agent/judge/calls"] == 8 and batch["transitions"] == 16
     assert batch["reward/shared"] == 0.5 and batch["grad_norm"] > 0
 
 

@@ -22,6 +22,7 @@ from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
 from agl import scope
+from agl.records import StepKind
 from agl.scope import CallInfo, RolloutScope
 from agl_langchain.naming import name_agent
 
@@ -34,9 +35,9 @@ MOST_RUNS = 10_000
 
 @dataclass(slots=True)
 class _Run:
-    """A model or tool call between its start and its end."""
+    """A model call, a tool call or an output parser between its start and its end."""
 
-    kind: Literal["model", "tool"]
+    kind: Literal["model", "tool", "parser"]
     rollout: RolloutScope
     agent: str | None
     parent: str | None
@@ -135,7 +136,7 @@ class AglCallbackHandler(BaseCallbackHandler):
     @_guarded
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         """The model's answer was used."""
-        self._end("end", run_id)
+        self._end("end", run_id, **_tool_calls(response))
 
     @_guarded
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
@@ -174,18 +175,47 @@ class AglCallbackHandler(BaseCallbackHandler):
     def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
         """The tool returned; ``status`` tells when what it returned is an error for the model to read."""
         status = getattr(output, "status", None)
-        self._end("end", run_id, **({"status": status} if isinstance(status, str) else {}))
+        told: dict[str, Any] = {"status": status} if isinstance(status, str) else {}
+        self._end("end", run_id, **told, result_length=scope.result_length(getattr(output, "content", output)))
 
     @_guarded
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
         """The tool raised."""
         self._end("error", run_id, error=_describe(error))
 
+    # ------------------------------------------------------------------------------------------------------ parsers
+
+    @_guarded
+    def on_chain_start(
+        self,
+        serialized: dict[str, Any] | None,
+        inputs: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A part of a chain begins; of these only output parsers say something about the model's answer."""
+        if kwargs.get("run_type") == "parser":
+            self._start("parser", run_id, parent_run_id, metadata, None, kwargs.get("name"), {})
+
+    @_guarded
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        """The parser could read the answer."""
+        _runs.take(run_id)
+
+    @_guarded
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        """The parser could not."""
+        if not isinstance(error, GeneratorExit):  # a stream that was left early
+            self._end("error", run_id, error=_describe(error))
+
     # ------------------------------------------------------------------------------------------------------- shared
 
     def _start(
         self,
-        kind: Literal["model", "tool"],
+        kind: Literal["model", "tool", "parser"],
         run_id: UUID,
         parent_run_id: UUID | None,
         metadata: Mapping[str, Any] | None,
@@ -193,7 +223,7 @@ class AglCallbackHandler(BaseCallbackHandler):
         name: str | None,
         data: dict[str, Any],
     ) -> _Run | None:
-        """Report the start; None outside of a rollout, or when another handler has reported it."""
+        """Report the start (but of parsers); None outside of a rollout, or when another handler has reported it."""
         rollout = scope.current_rollout()
         if rollout is None:
             return None
@@ -201,8 +231,9 @@ class AglCallbackHandler(BaseCallbackHandler):
         run = _Run(kind, rollout, agent, str(parent_run_id) if parent_run_id else None, name, data)
         if not _runs.add(run_id, run):
             return None
-        step = "model_start" if kind == "model" else "tool_start"
-        rollout.emit(step, str(run_id), agent=agent, parent=run.parent, name=name, **data)
+        if kind != "parser":
+            step = "model_start" if kind == "model" else "tool_start"
+            rollout.emit(step, str(run_id), agent=agent, parent=run.parent, name=name, **data)
         return run
 
     def _end(self, how: Literal["end", "error"], run_id: UUID, **data: Any) -> None:
@@ -211,11 +242,26 @@ class AglCallbackHandler(BaseCallbackHandler):
             return
         if run.withdraw is not None:
             run.withdraw()
-        if run.kind == "model":
-            step = "model_end" if how == "end" else "model_error"
-        else:
-            step = "tool_end" if how == "end" else "tool_error"
+        step: StepKind
+        match run.kind:
+            case "model":
+                step = "model_end" if how == "end" else "model_error"
+            case "tool":
+                step = "tool_end" if how == "end" else "tool_error"
+            case "parser":
+                step = "parser_error"
         run.rollout.emit(step, str(run_id), agent=run.agent, parent=run.parent, name=run.name, **run.data, **data)
+
+
+def _tool_calls(response: LLMResult) -> dict[str, Any]:
+    """Ids of the tool calls that the answer makes, and how many more of them do not parse."""
+    ids: list[str] = []
+    unparsed = 0
+    for generation in (one for prompt in response.generations for one in prompt):
+        message = getattr(generation, "message", None)
+        ids += [call["id"] for call in getattr(message, "tool_calls", ()) if call.get("id")]
+        unparsed += len(getattr(message, "invalid_tool_calls", ())) + scope.unparsed_tool_calls(generation.text)
+    return ({"tool_calls": ids} if ids else {}) | ({"unparsed": unparsed} if unparsed else {})
 
 
 def _describe(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agl.errors import ConfigError
 from agl.plugins import nearest
@@ -17,6 +17,16 @@ def _path_as_text(value: Any) -> Any:
 
 Place = Annotated[str, BeforeValidator(_path_as_text)]
 """A path, as text or as ``pathlib`` writes it."""
+
+
+def _state_weight(value: dict[str, float]) -> dict[str, float]:
+    if list(value) != ["state"] or value["state"] < 0:
+        raise ValueError("Input should be {'state': w} with a weight w of 0 or more")
+    return value
+
+
+StateWeight = Annotated[dict[str, float], AfterValidator(_state_weight)]
+"""``{"state": w}``"""
 
 
 class Endpoint(BaseModel):
@@ -60,10 +70,13 @@ class TrainConfig(BaseModel):
     # algorithm
     algorithm: str | dict[str, Any] = "grpo"
     """A name that a plugin registered, or {name, ...} with that algorithm's own settings."""
-    baseline: Literal["task", "agent"] = "task"
-    """What a reward is compared with: other rollouts of the task, or of the task and agent."""
-    signal_weight: float = 0.0
-    """Weight of the mean signal reward (tool success and failure) of a rollout; 0 is off."""
+    baseline: Literal["task", "agent", "turn", "state"] | StateWeight = "task"
+    """What a credit is compared with: rollouts of the task; of the task and agent; calls of the same agent and number
+    (turn); rollouts and, beside them, calls in equal states ({state: w} gives these a weight other than 1)."""
+    discount: float | None = Field(None, ge=0, le=1)
+    """Credits each call with its discounted return, for baseline turn or state; None credits an agent's calls alike."""
+    signals: dict[str, float] = {}
+    """Weights of intermediate rewards: tool_success, tool_error, empty_result, parse_failure, and those of plugins."""
 
     # optimiser
     learning_rate: float = Field(1e-5, gt=0)

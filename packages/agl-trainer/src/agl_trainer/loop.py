@@ -12,7 +12,7 @@ from agl.protocols import AgentFunction, Algorithm
 from agl.records import Rollout
 from agl_trainer import algorithms
 from agl_trainer.algorithms.sft import SFT
-from agl_trainer.batch.build import advantages, count, credited, train_rows
+from agl_trainer.batch.build import check_credit, count, train_rows
 from agl_trainer.config import TrainConfig
 from agl_trainer.session import Result, Session
 from agl_trainer.tasks import epochs, read_tasks
@@ -65,6 +65,7 @@ class Trainer:
         self.eval_tasks = read_tasks(eval_tasks) if eval_tasks is not None else []
         self.warmup = warmup
         self.algorithm: Algorithm = algorithms.make(self.config.algorithm)
+        check_credit(self.algorithm, self.config)
         self.session = Session(agent, self.config)
         self.steps = 0
         self._batches = 0
@@ -105,10 +106,9 @@ class Trainer:
     def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One training step on scored rollouts; returns its metrics."""
         config, session = self.config, self.session
-        scored = credited(rollouts, session.selection, session.agents_seen)
-        gains = advantages(scored, self.algorithm, config.baseline)
+        scored, gains = session.judge(rollouts, self.algorithm)
         rows = train_rows(scored, gains, self.algorithm, config.max_length)
-        metrics = count(rollouts, scored)
+        metrics = count(rollouts, scored, gains)
         if rows:
             metrics |= session.learn(rows, self.algorithm, config.epochs)
         self._empty_steps = 0 if rows else self._empty_steps + 1

@@ -52,8 +52,14 @@ class Progress:
 def agl_step_end(step: int, metrics: Mapping[str, float]) -> None:
     """One line for each step; steps up to 0 are the warm-up."""
     shown = {"reward": "reward {:.3f}", "sft_loss": "loss {:.3f}", "grad_norm": "gradient {:.3g}"}
-    shown |= {"unscored": "unscored {:.0f}", "degenerate_groups": "equal groups {:.0%}", "seconds": "{:.1f} s"}
+    shown |= {"unscored": "unscored {:.0f}", "degenerate_groups": "equal groups {:.0%}"}
     parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+    # What should not happen is said when it did.
+    odd = {"truncated_answers": "cut off", "overlong_prompts": "too long"}
+    odd |= {name: name.removeprefix("outcome/") for name in metrics if name.startswith("outcome/")}
+    parts += [f"{label} {metrics[name]:.0f}" for name, label in odd.items() if metrics.get(name)]
+    if "seconds" in metrics:
+        parts.append(f"{metrics['seconds']:.1f} s")
     if "loss" not in metrics:
         parts.append("nothing to learn: the rewards inside every group were equal")
     say(f"{'warm-up' if step <= 0 else 'step'} {step}: {', '.join(parts)}")

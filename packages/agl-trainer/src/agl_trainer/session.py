@@ -17,7 +17,7 @@ from agl.records import Mode, Rollout, Task, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
 from agl_trainer import card, updates
-from agl_trainer.batch.build import Scored, credited, score
+from agl_trainer.batch.build import Scored, advantages, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
 from agl_trainer.config import TrainConfig
 from agl_trainer.evaluate import Evaluation, Interval
@@ -176,7 +176,7 @@ class Session:
         ]
         with Progress(batch) as progress:
             ended = self.services.collect(wanted, progress)
-        return [self.services.run(score(rollout, self.config.signal_weight)) for rollout in ended]
+        return [self.services.run(score(rollout)) for rollout in ended]
 
     @property
     def _prefix(self) -> str:
@@ -185,6 +185,12 @@ class Session:
 
     def _rollout_id(self, batch: str, place: int, sample: int) -> str:
         return f"{self._prefix}{batch}-{place}-{sample}"
+
+    def judge(self, rollouts: Sequence[Rollout], algorithm: Algorithm) -> tuple[list[Scored], list[list[float]]]:
+        """Credit and advantage of every call that is trained, of scored rollouts of one step."""
+        config = self.config
+        scored = credited(rollouts, self.selection, self.agents_seen, discount=config.discount, signals=config.signals)
+        return scored, advantages(scored, algorithm, config.baseline)
 
     def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Scored]:
         """Run the agent while the teacher answers its calls; what was only played is left out."""

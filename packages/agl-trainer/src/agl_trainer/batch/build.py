@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import get_args
 
 from agl import plugins
+from agl.credit import Baseline, agent_rewards
 from agl.errors import CaptureError, ConfigError
 from agl.protocols import Algorithm
-from agl.records import Reward, Rollout, Row, Transition
+from agl.records import Outcome, Reward, Rollout, Row, Transition, total_tokens
 from agl.selection import Selection
-from agl.transitions import build_rows
+from agl.transitions import build_rows, causes
 from agl_trainer.algorithms import needs
 from agl_trainer.batch.pack import TrainRow
 from agl_trainer.batch.weights import token_weights
+from agl_trainer.config import TrainConfig
+
+PER_CALL = ("turn", "state")
+"""Baselines that compare single calls, not whole rollouts."""
+STATE_WEIGHT = 1.0
+"""Of equal states beside whole rollouts (GiGPO's omega), unless ``baseline={"state": w}`` sets another."""
 
 
-async def score(rollout: Rollout, signal_weight: float = 0.0) -> Rollout:
+async def score(rollout: Rollout) -> Rollout:
     """The rollout with the reward that all reward hooks agree on; None stays None (unscored)."""
     if rollout.outcome != "ok":
         return replace(rollout, returned=None)
@@ -26,8 +35,6 @@ async def score(rollout: Rollout, signal_weight: float = 0.0) -> Rollout:
     agents = rollout.returned.agents if rollout.returned else {}
     if not parts and not agents:
         return replace(rollout, returned=None)
-    if signal_weight and (signals := plugins.signal_rewards(rollout.steps)):
-        parts["signals"] = signal_weight * sum(signals) / len(signals)
     return replace(rollout, returned=Reward(parts=parts, agents=agents))
 
 
@@ -37,15 +44,26 @@ class Scored:
 
     rollout: Rollout
     transitions: Sequence[Transition]
+    signals: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Sum over the rollout's steps of every intermediate reward by name, before weights, whoever caused it."""
 
 
-def credited(rollouts: Sequence[Rollout], selection: Selection, seen: Collection[str] = ()) -> list[Scored]:
-    """Join, select, assign credit.
+def credited(
+    rollouts: Sequence[Rollout],
+    selection: Selection,
+    seen: Collection[str] = (),
+    *,
+    discount: float | None = None,
+    signals: Mapping[str, float] = MappingProxyType({}),
+) -> list[Scored]:
+    """Join, signal, assign credit, select.
 
     Args:
         rollouts: of one step.
         selection: the agents that are trained.
         seen: agents that made calls earlier in the run. A selected one that rests in this step is no error.
+        discount: of a call's return by the calls to come; None credits each call with all that its agent earned.
+        signals: weights of intermediate rewards by name.
 
     Raises:
         CaptureError: no call counts at all; the text says what was seen instead.
@@ -55,13 +73,28 @@ def credited(rollouts: Sequence[Rollout], selection: Selection, seen: Collection
     joined = 0
     for rollout in rollouts:
         if rollout.returned is not None:
-            transitions = plugins.assign_credit(rollout, plugins.build_transitions(rollout))
+            transitions, totals = _signalled(rollout, plugins.build_transitions(rollout), signals)
+            transitions = plugins.assign_credit(rollout, transitions, discount)
             joined += len(transitions)
-            scored.append(Scored(rollout, [t for t in transitions if t.agent in selection]))
+            scored.append(Scored(rollout, [t for t in transitions if t.agent in selection], totals))
     resting = joined > 0 and any(agent in selection for agent in seen)
     if not resting and not any(item.transitions for item in scored):
         raise CaptureError(explain_emptiness(rollouts, selection))
     return scored
+
+
+def _signalled(
+    rollout: Rollout, transitions: Sequence[Transition], weights: Mapping[str, float]
+) -> tuple[list[Transition], dict[str, float]]:
+    """The transitions with the weighted signals that each caused, and the unweighted sums by name."""
+    totals: dict[str, float] = {}
+    caused = [0.0] * len(transitions)
+    for values, cause in zip(plugins.signal_rewards(rollout.steps), causes(rollout, transitions), strict=True):
+        for name, value in values.items():
+            totals[name] = totals.get(name, 0.0) + value
+            if cause is not None:
+                caused[cause] += weights.get(name, 0.0) * value
+    return [replace(t, signal=signal) for t, signal in zip(transitions, caused, strict=True)], totals
 
 
 def explain_emptiness(rollouts: Sequence[Rollout], selection: Selection) -> str:
@@ -89,31 +122,79 @@ def explain_emptiness(rollouts: Sequence[Rollout], selection: Selection) -> str:
     )
 
 
-def advantages(scored: Sequence[Scored], algorithm: Algorithm, baseline: Literal["task", "agent"]) -> list[list[float]]:
-    """Advantage of every transition of every rollout.
+def check_credit(algorithm: Algorithm, config: TrainConfig) -> None:
+    """Refuse settings that cannot work together, before a model is loaded.
 
-    The baseline is taken over unique rollouts of a task (or unique rollout-and-agent pairs of a task and agent),
-    never over transitions or rows: a rollout with many calls does not count more.
+    Raises:
+        ConfigError: a discount gives the calls of a rollout different credits, and nothing compares single calls.
+        PluginError: a signal that no plugin knows.
+    """
+    per_call = "values" in needs(algorithm) or baseline_and_weight(config.baseline)[0] in PER_CALL
+    if config.discount is not None and not per_call:
+        raise ConfigError(
+            f"discount={config.discount:g} gives the calls of a rollout credits of their own, but "
+            f"baseline={config.baseline!r} compares whole rollouts; use baseline='turn' or 'state', or an algorithm "
+            "with a critic"
+        )
+    plugins.check_signals(config.signals)
+
+
+def baseline_and_weight(baseline: Baseline | Mapping[str, float]) -> tuple[Baseline, float]:
+    """The name of a baseline, and how much the comparison of states counts beside that of rollouts."""
+    return ("state", baseline["state"]) if isinstance(baseline, Mapping) else (baseline, STATE_WEIGHT)
+
+
+def advantages(
+    scored: Sequence[Scored], algorithm: Algorithm, baseline: Baseline | Mapping[str, float]
+) -> list[list[float]]:
+    """Advantage of every transition of every rollout against the group that `agl.credit.group_key` names.
+
+    What is compared: for baselines ``task`` and ``agent`` unique rollouts (of a task, or a task's agent), never
+    transitions or rows, so that a rollout with many calls does not count more; for ``turn`` and ``state`` single
+    calls, and so where a critic is the baseline. ``state`` adds two comparisons, :math:`A = A^E + w A^S` (GiGPO, arXiv
+    2505.10978): of all that an agent earned in a rollout, and of the credits of its calls in equal states.
 
     Raises:
         ConfigError: transitions of one unit have different credits, which a baseline per unit cannot compare.
     """
-    unit_of = [
-        [(index, t.agent if baseline == "agent" else "") for t in s.transitions] for index, s in enumerate(scored)
+    name, weight = ("turn", 0.0) if "values" in needs(algorithm) else baseline_and_weight(baseline)
+    credits = [[transition.reward or 0.0 for transition in item.transitions] for item in scored]
+    gains = _compared(scored, credits, algorithm, name)
+    if name != "state":
+        return gains
+    earned = [agent_rewards(item.rollout, item.transitions) for item in scored]
+    episodes = _compared(scored, earned, algorithm, "agent")
+    return [
+        [whole + weight * step for whole, step in zip(*pair, strict=True)] for pair in zip(episodes, gains, strict=True)
     ]
-    values: dict[tuple[int, str], float] = {}
-    for item, units in zip(scored, unit_of, strict=True):
-        for transition, unit in zip(item.transitions, units, strict=True):
-            credit = transition.reward or 0.0
+
+
+def _compared(
+    scored: Sequence[Scored], credits: Sequence[Sequence[float]], algorithm: Algorithm, baseline: Baseline
+) -> list[list[float]]:
+    """Advantage of every transition by one comparison of units, each of which counts once."""
+    units: list[list[tuple[int, str, str]]] = []
+    values: dict[tuple[int, str, str], float] = {}
+    for index, (item, own) in enumerate(zip(scored, credits, strict=True)):
+        keys = plugins.group_keys(item.rollout, item.transitions, baseline)
+        calls = [t.call if baseline in PER_CALL else "" for t in item.transitions]
+        units.append([(index, key, call) for key, call in zip(keys, calls, strict=True)])
+        for unit, credit in zip(units[-1], own, strict=True):
             if values.setdefault(unit, credit) != credit:
                 raise ConfigError(
                     f"calls of rollout {item.rollout.id!r} have different credits ({values[unit]:g} and {credit:g}), "
                     f"but baseline={baseline!r} compares one value of a rollout; agents with rewards of their own need "
-                    "baseline='agent'"
+                    "baseline='agent', calls with credits of their own 'turn' or 'state'"
                 )
-    groups = [f"{scored[index].rollout.group}/{agent}" for index, agent in values]
-    by_unit = dict(zip(values, algorithm.advantages(list(values.values()), groups), strict=True))
-    return [[by_unit[unit] for unit in units] for units in unit_of]
+    groups = [key for _, key, _ in values]
+    gains = dict(zip(values, algorithm.advantages(list(values.values()), groups), strict=True))
+    return [[gains[unit] for unit in own] for own in units]
+
+
+def flat_groups(scored: Sequence[Scored], advantages: Sequence[Sequence[float]]) -> set[str]:
+    """Groups (rollouts of one task) in which no call has any advantage: there is nothing to learn from them."""
+    learnt = {item.rollout.group for item, own in zip(scored, advantages, strict=True) if any(own)}
+    return {item.rollout.group for item in scored} - learnt
 
 
 def train_rows(
@@ -149,27 +230,55 @@ def train_rows(
     return [TrainRow(row, per_token, weights[id(row)]) for row, per_token in kept]
 
 
-def count(rollouts: Sequence[Rollout], scored: Sequence[Scored]) -> dict[str, float]:
-    """What the step is made of: nothing that was left out stays silent."""
+def count(
+    rollouts: Sequence[Rollout], scored: Sequence[Scored], advantages: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """What the step is made of: nothing that was left out stays silent.
+
+    Counts: rollouts, those unscored, those of each bad outcome, transitions, answers cut off at the token limit
+    (``truncated_answers``), calls refused because their prompt was too long (``overlong_prompts``). Means over
+    rollouts: ``reward``, its parts, the signals. Share of groups: ``degenerate_groups``. And for each trained agent
+    what it earned in a rollout, its calls and sampled tokens, and the mean size of its advantages.
+    """
     outcomes = Counter(rollout.outcome for rollout in rollouts)
-    groups: dict[str, set[float]] = {}
-    for item in scored:
-        assert item.rollout.returned is not None
-        groups.setdefault(item.rollout.group, set()).add(item.rollout.returned.total)
+    groups = {item.rollout.group for item in scored}
     transitions = [t for item in scored for t in item.transitions]
+    refused = [call.error or "" for rollout in rollouts for call in rollout.calls if call.state == "error"]
     metrics = {
         "rollouts": len(rollouts),
         "unscored": len(rollouts) - len(scored),
-        "degenerate_groups": sum(len(rewards) == 1 for rewards in groups.values()) / max(1, len(groups)),
+        "degenerate_groups": len(flat_groups(scored, advantages)) / max(1, len(groups)),
         "transitions": len(transitions),
-        "response_tokens": sum(len(t.response_ids) for t in transitions) / max(1, len(transitions)),
+        "response_tokens": total_tokens(transitions) / max(1, len(transitions)),
+        "truncated_answers": sum(t.finish_reason == "length" for t in transitions),
+        "overlong_prompts": sum("context length" in error for error in refused),
     }
-    metrics |= {f"outcome/{name}": float(n) for name, n in outcomes.items() if name != "ok"}
-    for name in sorted({part for item in scored for part in (item.rollout.returned or Reward()).parts}):
-        values = [(item.rollout.returned or Reward()).parts.get(name, 0.0) for item in scored]
-        metrics[f"reward/{name}"] = sum(values) / len(values)
-    totals = [item.rollout.returned.total for item in scored if item.rollout.returned]
-    metrics["reward"] = sum(totals) / max(1, len(totals))
+    metrics |= {f"outcome/{name}": outcomes[name] for name in get_args(Outcome) if name != "ok"}
+    rewards = [item.rollout.returned or Reward() for item in scored]
+    metrics["reward"] = _mean([reward.total for reward in rewards])
+    for name in sorted({part for reward in rewards for part in reward.parts}):
+        metrics[f"reward/{name}"] = _mean([reward.parts.get(name, 0.0) for reward in rewards])
+    for name in sorted({name for item in scored for name in item.signals}):
+        metrics[f"signal/{name}"] = _mean([item.signals.get(name, 0.0) for item in scored])
     for agent in sorted({t.agent for t in transitions}):
-        metrics[f"calls/{agent}"] = sum(t.agent == agent for t in transitions)
+        metrics |= _of_agent(agent, scored, advantages)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _of_agent(agent: str, scored: Sequence[Scored], advantages: Sequence[Sequence[float]]) -> dict[str, float]:
+    earned: list[float] = []
+    calls: list[tuple[Transition, float]] = []
+    for item, own in zip(scored, advantages, strict=True):
+        mine = [(t, gain) for t, gain in zip(item.transitions, own, strict=True) if t.agent == agent]
+        earned += agent_rewards(item.rollout, [t for t, _ in mine])[:1]
+        calls += mine
+    return {
+        f"agent/{agent}/reward": _mean(earned),
+        f"agent/{agent}/advantage": _mean([abs(gain) for _, gain in calls]),
+        f"agent/{agent}/calls": len(calls),
+        f"agent/{agent}/tokens": total_tokens([t for t, _ in calls]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / max(1, len(values))
