@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def example(hook: str) -> types.ModuleType:
     section = PAGE.split(f"### `{hook}(", 1)[1].split("\n### ", 1)[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     module = types.ModuleType(f"example_of_{hook}")
+    sys.modules[module.__name__] = module  # dataclasses look for their module there
     exec(compile(code, f"docs/hooks.md: {hook}", "exec"), module.__dict__)
     return module
 
