@@ -212,7 +212,7 @@ def train_rows(
             with them (KL, entropy, a critic).
         max_length: longer rows are an error of the engine's limit, not something to cut.
     """
-    keep_zero = hasattr(algorithm, "token_advantages") or bool(needs(algorithm) - {"old_logprobs"})
+    keep_zero = hasattr(algorithm, "token_advantages") or bool(needs(algorithm) - {"old_logprobs", "kl"})
     kept: list[tuple[Row, list[float]]] = []
     everything: list[Row] = []
     for item, own in zip(scored, advantages, strict=True):
