@@ -22,7 +22,7 @@ from agl_trainer.algorithms.returns import discounted_returns, gae
 from agl_trainer.algorithms.rloo import RLOO
 from agl_trainer.batch.pack import TrainRow
 from agl_trainer.logprobs import selected_entropies, selected_logprobs
-from agl_trainer.updates import call_rewards
+from agl_trainer.updates import token_rewards
 
 from .conftest import close, tensor, transition
 from .golden import Ledger, grid, inputs_of, loss_of, step_tokens, weights_of
@@ -191,7 +191,7 @@ def test_openrlhf_reward(data_dir: Path):
         for place, reward in enumerate(rewards.clamp(low, high).tolist()):  # clipping rewards is the user's business
             for row in build_rows([transition([1], [2] * lengths[place], str(place))] if lengths[place] else []):
                 rows.append(TrainRow(row, [reward] * lengths[place], [0.0] * lengths[place]))
-        ours = grid(call_rewards(rows), mask) - case["params"]["kl_coef"] * kl * mask
+        ours = grid(token_rewards(rows), mask) - case["params"]["kl_coef"] * kl * mask
         theirs = tensor(case["outputs"]["reward"])
         close(ours, theirs * mask, ledger.rtol)
         ledger.enter(case)

@@ -106,7 +106,7 @@ def token_advantages(
         return of_the_step(policy, batches, name, size)
 
     step = StepTokens(
-        rewards=call_rewards(rows),
+        rewards=token_rewards(rows),
         episodes=[[place for call in calls for place in call] for calls in episodes(rows)],
         kl=(flat("old_logprobs") - flat("ref_logprobs")).tolist() if "kl" in needs else None,
         values=flat("old_values").tolist() if "values" in needs else None,
@@ -170,7 +170,7 @@ def episodes(rows: Sequence[TrainRow]) -> list[list[range]]:
     return [[parts[call] for call in sorted(parts)] for parts in calls.values()]
 
 
-def call_rewards(rows: Sequence[TrainRow]) -> list[float]:
+def token_rewards(rows: Sequence[TrainRow]) -> list[float]:
     """Reward of each sampled token, from the advantages of calls; see `agl.protocols.StepTokens`."""
     credits = [credit for item in rows for credit in item.advantages]
     rewards = [0.0] * len(credits)
