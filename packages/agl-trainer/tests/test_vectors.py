@@ -21,7 +21,7 @@ from agl_trainer.algorithms.reinforce_pp import ReinforcePP
 from agl_trainer.algorithms.returns import discounted_returns, gae
 from agl_trainer.algorithms.rloo import RLOO
 from agl_trainer.batch.pack import TrainRow
-from agl_trainer.logprobs import selected_entropies, selected_logprobs
+from agl_trainer.logits import TILE, selected_logprobs
 from agl_trainer.updates import token_rewards
 
 from .conftest import close, tensor, transition
@@ -232,12 +232,15 @@ def test_trl_logps(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     for case in ledger:
         logits, index = tensor(case["inputs"]["logits"]), tensor(case["inputs"]["index"]).long()
         flat, ones = logits.reshape(-1, logits.shape[-1]), torch.ones(index.numel())
-        for chunk in (1, 3, 512):
-            monkeypatch.setattr("agl_trainer.logprobs.CHUNK", chunk)
-            got = selected_logprobs(nn.Identity(), flat, index.reshape(-1), ones)
-            close(got.reshape(index.shape), tensor(case["outputs"]["logps"]), ledger.rtol)
-            entropies = selected_entropies(nn.Identity(), flat, ones)
-            close(entropies.reshape(index.shape), tensor(case["outputs"]["entropy"]), ledger.rtol)
+        walked = nn.Linear(flat.shape[1], flat.shape[1], bias=False, dtype=flat.dtype)
+        nn.init.eye_(walked.weight)
+        for tile in (1, 30, 1 << 20):
+            monkeypatch.setitem(TILE, "cpu", tile)
+            for head in (walked, nn.Identity()):
+                got, entropies = selected_logprobs(head, flat, index.reshape(-1), ones, entropies=True)
+                assert entropies is not None
+                close(got.reshape(index.shape), tensor(case["outputs"]["logps"]), ledger.rtol)
+                close(entropies.reshape(index.shape), tensor(case["outputs"]["entropy"]), ledger.rtol)
         ledger.enter(case)
     ledger.closes(equal=3)
 
@@ -247,7 +250,10 @@ def test_verl_entropy(data_dir: Path):
     for case in ledger:
         logits, mask = inputs_of(case, "logits", "response_mask")
         flat = logits.reshape(-1, logits.shape[-1]).requires_grad_()
-        entropies = selected_entropies(nn.Identity(), flat, torch.ones(len(flat))).reshape(mask.shape)
+        first, ones = torch.zeros(len(flat), dtype=torch.long), torch.ones(len(flat))
+        _, found = selected_logprobs(nn.Identity(), flat, first, ones, entropies=True)
+        assert found is not None
+        entropies = found.reshape(mask.shape)
         close(entropies, tensor(case["outputs"]["token_entropy"]), ledger.rtol)
         mean = (weights_of(mask, "token") * entropies[mask.bool()]).sum()
         close(mean, case["outputs"]["loss"], ledger.rtol)

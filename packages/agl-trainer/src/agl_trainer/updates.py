@@ -14,9 +14,9 @@ import torch
 from agl.protocols import Algorithm, StepTokens, TokenAdvantages
 from agl.transitions import build_rows
 from agl_trainer import algorithms
-from agl_trainer.batch.balance import shares
+from agl_trainer.batch import layout
 from agl_trainer.batch.build import Scored
-from agl_trainer.batch.pack import MicroBatch, TrainRow, micro_batches
+from agl_trainer.batch.pack import MicroBatch, TrainRow
 from agl_trainer.config import TrainConfig
 from agl_trainer.policy import Policy
 
@@ -43,8 +43,7 @@ def learn(
     if critic is not None:
         critic.steps += 1
     computed = policy.ranks.gather(sum(batch.token_ids.numel() for batch in batches))
-    metrics["rows"] = float(len(rows))
-    metrics["tokens_computed"] = float(sum(computed))
+    metrics |= {"rows": float(len(rows))} | layout.counts(rows, sum(computed))
     if len(computed) > 1:
         metrics["imbalance"] = max(computed) * len(computed) / max(1, sum(computed))  # 1 is even
     return metrics
@@ -52,10 +51,11 @@ def learn(
 
 def lay_out(policy: Policy, rows: Sequence[TrainRow], config: TrainConfig) -> list[MicroBatch]:
     """The micro-batches of this rank's share of the rows; their ``index`` counts the tokens of all rows of the step."""
-    own = shares([len(item.row.token_ids) for item in rows], policy.ranks.size)[policy.ranks.rank]
+    own = layout.shares(rows, policy.ranks.size, config.layout, policy.model)[policy.ranks.rank]
     first = [0, *accumulate(sum(item.row.sampled) for item in rows)]
     places = torch.tensor([place for row in own for place in range(first[row], first[row + 1])], dtype=torch.long)
-    batches = micro_batches([rows[row] for row in own], config.micro_batch_tokens)
+    mine = [rows[row] for row in own]
+    batches = layout.micro_batches(mine, config.micro_batch_tokens, config.layout, policy.model)
     return [replace(batch, index=places[batch.index]) for batch in batches]
 
 

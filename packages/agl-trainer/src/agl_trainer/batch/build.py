@@ -139,8 +139,8 @@ def check_credit(algorithm: Algorithm, config: TrainConfig) -> None:
     whole = "kl" in needs(algorithm) and not hasattr(algorithm, "token_advantages")
     if whole and baseline_and_weight(config.baseline)[0] in PER_CALL:
         raise ConfigError(
-            f"baseline={config.baseline!r} compares single calls, but kl_in='reward' takes the KL of a whole rollout off "
-            "its reward; use kl_in='loss', or baseline='task' or 'agent'"
+            f"baseline={config.baseline!r} compares single calls, but kl_in='reward' takes the KL of a whole rollout "
+            "off its reward; use kl_in='loss', or baseline='task' or 'agent'"
         )
     plugins.check_signals(config.signals)
 
