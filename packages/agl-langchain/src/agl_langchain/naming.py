@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from agl.selection import clean_name
+LONGEST = 128
 
 
 def name_agent(metadata: Mapping[str, Any], run_name: str | None) -> str | None:
@@ -25,7 +26,7 @@ def name_agent(metadata: Mapping[str, Any], run_name: str | None) -> str | None:
         metadata.get("langgraph_node"),
         run_name,
     ):
-        if isinstance(name, str) and (clean := clean_name(name)):
+        if isinstance(name, str) and (clean := _clean(name)):
             return clean
     return None
 
@@ -36,3 +37,8 @@ def _place(namespace: Any) -> str | None:
         return None
     parts = [part.partition(":")[0] for part in namespace.split("|") if not part.isdigit()]
     return "/".join(parts)
+
+
+def _clean(name: str) -> str:
+    """A name that may travel in a header, and holds no character that `optimize` gives a meaning."""
+    return re.sub(r"[^ -~]|[*?\[\]]", "_", name.strip())[:LONGEST]

@@ -88,9 +88,7 @@ class TrainConfig(BaseModel):
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in. With LoRA its frozen weights are kept in it; full training keeps float32 weights."""
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens in one forward and backward pass, padding included. A longer row gets a pass of its own."""
-    layout: Literal["auto", "tree", "packed", "padded"] = "auto"
-    """How rows are laid out: with shared prefixes computed once, end to end, or padded; auto takes the cheapest."""
+    """Padded tokens in one forward and backward pass."""
 
     # sampling
     temperature: float = Field(1.0, gt=0)

@@ -16,7 +16,7 @@ from agl.protocols import AgentFunction, Algorithm, Backend
 from agl.records import Mode, Rollout, Task, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
-from agl_trainer import algorithms, card, updates
+from agl_trainer import card, updates
 from agl_trainer.batch.build import Scored, advantages, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
 from agl_trainer.config import TrainConfig
@@ -188,12 +188,8 @@ class Session:
 
     def judge(self, rollouts: Sequence[Rollout], algorithm: Algorithm) -> tuple[list[Scored], list[list[float]]]:
         """Credit and advantage of every call that is trained, of scored rollouts of one step."""
-        config, needs = self.config, algorithms.needs(algorithm)
-        # A critic learns when a reward came, which credit without a discount would not tell.
-        discount = 1.0 if config.discount is None and "values" in needs else config.discount
-        scored = credited(rollouts, self.selection, self.agents_seen, discount=discount, signals=config.signals)
-        if "kl" in needs and not hasattr(algorithm, "token_advantages"):
-            scored = updates.with_kl(self.policy, scored, algorithm, config)
+        config = self.config
+        scored = credited(rollouts, self.selection, self.agents_seen, discount=config.discount, signals=config.signals)
         return scored, advantages(scored, algorithm, config.baseline)
 
     def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Scored]:

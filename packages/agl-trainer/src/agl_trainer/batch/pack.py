@@ -1,19 +1,17 @@
-"""Lay rows out as tensors: padded, packed end to end, or with the prefixes they share laid only once.
+"""Pack rows into micro-batches: several short rows share one line, and none sees another.
 
 A micro-batch is a grid of lines ``[B, L]``. A token sees an earlier one of its line exactly when it stands inside that
 one's span, ``place <= ends[earlier]``: the span of a token of a row ends with the row, the span of a token of a prefix
 tree ends with its subtree. So padded, packed and tree layouts are one form, and give the same logprobs.
-`agl_trainer.batch.tree` finds the shared prefixes, `agl_trainer.batch.layout` chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from agl.records import Row
@@ -36,10 +34,9 @@ class MicroBatch:
     token_ids: torch.Tensor
     """``[B, L]``"""
     position_ids: torch.Tensor
-    """``[B, L]``; each row counts from 0, so in a tree it is the depth."""
+    """``[B, L]``; each row counts from 0."""
     ends: torch.Tensor
-    """``[B, L]``; the last place of the line that sees this token. Padding belongs to the row before it, which cannot
-    see it."""
+    """``[B, L]``; the last place of the line that sees this token. Padding is seen by itself alone."""
     sources: torch.Tensor
     """``[N]`` flat index of the state that predicts each sampled token: the position before it."""
     targets: torch.Tensor
@@ -71,56 +68,41 @@ class MicroBatch:
         return replace(self, **{name: value.to(device) for name, value in tensors.items() if value is not None})
 
 
-class Laid(NamedTuple):
-    """A row and where it goes."""
-
-    item: TrainRow
-    first: int
-    """Place of its first sampled token among those of all rows of the step."""
-    shared: int = 0
-    """How many of its tokens are those of the row laid before it, and are not laid again."""
-
-
-def laid(rows: Sequence[TrainRow]) -> list[Laid]:
-    """The rows, each with the place of its first sampled token."""
-    first = accumulate((sum(item.row.sampled) for item in rows), initial=0)
-    return [Laid(item, place) for item, place in zip(rows, first, strict=False)]
-
-
 def micro_batches(rows: Sequence[TrainRow], budget: int, packed: bool = True) -> Iterator[MicroBatch]:
-    """Lay rows out without sharing anything.
+    """Group rows of similar length and pack them.
 
     Args:
         rows: all rows of a step; the longest comes first, so that a budget too large fails at once.
-        budget: tokens ``B * L`` that one micro-batch may hold, padding included; a longer row gets one of its own.
-        packed: all rows of a micro-batch in one line, end to end; False pads each in a line of its own.
+        budget: padded tokens ``B * L`` that one micro-batch may hold; a longer row gets one of its own.
+        packed: False gives every row a line of its own.
     """
-    waiting = sorted(laid(rows), key=lambda row: len(row.item.row.token_ids), reverse=True)
-    if not packed:
-        while waiting:
-            count = max(1, budget // len(waiting[0].item.row.token_ids))
-            yield collate([row] for row in waiting[:count])
-            waiting = waiting[count:]
-        return
-    bins: list[list[Laid]] = []
-    room: list[int] = []
-    for row in waiting:  # first fit, longest first
-        size = len(row.item.row.token_ids)
-        place = next((place for place, free in enumerate(room) if free >= size), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[place].append(row)
-        room[place] -= size
-    yield from (collate([line]) for line in bins)
+    first = [0, *accumulate(sum(item.row.sampled) for item in rows)]
+    waiting = sorted(zip(rows, first, strict=False), key=lambda item: len(item[0].row.token_ids), reverse=True)
+    while waiting:
+        width = len(waiting[0][0].row.token_ids)
+        lines: list[list[tuple[TrainRow, int]]] = []
+        room: list[int] = []
+        left: list[tuple[TrainRow, int]] = []
+        for item in waiting:  # first fit, longest first
+            size = len(item[0].row.token_ids)
+            place = next((i for i, free in enumerate(room) if packed and free >= size), None)
+            if place is not None:
+                lines[place].append(item)
+                room[place] -= size
+            elif not lines or width * (len(lines) + 1) <= budget:
+                lines.append([item])
+                room.append(width - size)
+            else:
+                left.append(item)
+        yield collate(lines, width)
+        waiting = left
 
 
-def collate(lines: Iterable[Sequence[Laid]]) -> MicroBatch:
-    """Tensors of lines of rows; rows that share a prefix stand one after another (depth first)."""
-    lines = list(lines)
-    width = max(sum(len(item.row.token_ids) - shared for item, _, shared in line) for line in lines)
-    token_ids = np.zeros((len(lines), width), dtype=np.int64)
-    position_ids, ends = np.zeros_like(token_ids), np.zeros_like(token_ids)
+def collate(lines: Sequence[Sequence[tuple[TrainRow, int]]], width: int) -> MicroBatch:
+    """Lay rows out in lines of ``width`` tokens; with each row stands the index of its first sampled token."""
+    shape = (len(lines), width)
+    token_ids, position_ids = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+    ends = torch.arange(width).repeat(len(lines), 1)
     sources: list[int] = []
     targets: list[int] = []
     temperatures: list[float] = []
@@ -131,17 +113,15 @@ def collate(lines: Iterable[Sequence[Laid]]) -> MicroBatch:
     index: list[int] = []
     known: dict[tuple[str, int], int] = {}
     for line, items in enumerate(lines):
-        end = 0
-        path = np.zeros(0, dtype=np.int64)  # where in the line the tokens of the row stand
-        for item, first, shared in items:
+        start = 0
+        for item, first in items:
             row = item.row
-            start, end = end, end + len(row.token_ids) - shared
-            token_ids[line, start:end] = row.token_ids[shared:]
-            position_ids[line, start:end] = np.arange(shared, len(row.token_ids))
-            path = np.concatenate([path[:shared], np.arange(start, end)])
-            ends[line, path] = end - 1
+            end = start + len(row.token_ids)
+            token_ids[line, start:end] = torch.tensor(row.token_ids)
+            position_ids[line, start:end] = torch.arange(end - start)
+            ends[line, start:end] = end - 1
             places = [place for place, sampled in enumerate(row.sampled) if sampled]
-            sources += (line * width + path[np.array(places, dtype=np.int64) - 1]).tolist()
+            sources += [line * width + start + place - 1 for place in places]
             targets += [row.token_ids[place] for place in places]
             temperatures += [row.temperatures[place] or 1.0 for place in places]
             logprobs += [row.logprobs[place] for place in places]
@@ -149,11 +129,11 @@ def collate(lines: Iterable[Sequence[Laid]]) -> MicroBatch:
             weights += item.weights
             calls += [known.setdefault((row.rollout, row.transitions[place]), len(known)) for place in places]
             index += range(first, first + len(places))
-        padding = np.arange(end, width)
-        position_ids[line, end:] = len(path) + padding - end
-        ends[line, path] = ends[line, end:] = width - 1
+            start = end
     return MicroBatch(
-        *(torch.from_numpy(x) for x in (token_ids, position_ids, ends)),
+        token_ids,
+        position_ids,
+        ends,
         torch.tensor(sources),
         torch.tensor(targets),
         torch.tensor(temperatures, dtype=torch.float64),
