@@ -12,7 +12,9 @@ and pinned by constraints.txt. Arguments after ``--`` go to the tool: ``nox -s t
 from __future__ import annotations
 
 import glob
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,7 +67,9 @@ def imports(session: nox.Session) -> None:
     """Check who may import whom (DESIGN section 2) with import-linter."""
     install_group(session, "imports")
     session.install("--no-deps", *editables())
-    session.run("lint-imports", *session.posargs)
+    rules = Path(session.create_tmp()) / "import_rules.toml"
+    rules.write_text(import_rules())
+    session.run("lint-imports", "--config", str(rules), *session.posargs)
 
 
 @nox.session
@@ -116,6 +120,63 @@ def nightly(session: nox.Session) -> None:
     for seed in range(3):
         session.run("agl", "demo", "--seed", str(seed))
     session.run("python", "benchmarks/gateway.py")
+
+
+# ---------------------------------------------------------------------------------------------- import rules
+
+
+def import_rules() -> str:
+    """The configuration of import-linter, made from the packages that are here, so that a new adapter needs no line.
+
+    Every package that is neither the core nor server, trainer or demo is an adapter, and what it depends on is
+    its framework.
+    """
+    core, server, trainer, demo = "agl", "agl_server", "agl_trainer", "agl_demo"
+    projects = [nox.project.load_toml(Path(package, "pyproject.toml"))["project"] for package in PACKAGES]
+    needs = {module_name(project["name"]): set(map(module_name, project["dependencies"])) for project in projects}
+    adapters = [name for name in needs if name not in (core, server, trainer, demo)]
+    shared = set(needs).union(*(needs[name] for name in needs if name not in adapters))
+    frameworks = sorted(set().union(*(needs[name] for name in adapters)) - shared)
+    heavy = ["torch", "transformers", "accelerate"]
+    forbidden = {
+        "agl imports no framework, no torch, no sibling": (
+            [core],
+            [*heavy, *frameworks, server, trainer, demo, *adapters],
+        ),
+        "the server imports agl only": ([server], [*heavy, *frameworks, trainer, demo, *adapters]),
+        "the trainer imports no adapter and no server": ([trainer], [*frameworks, server, demo, *adapters]),
+        "adapters import agl and their framework only": (adapters, ["torch", server, trainer, demo]),
+    }
+    contracts = [
+        {"name": name, "type": "forbidden", "source_modules": sources, "forbidden_modules": modules}
+        for name, (sources, modules) in forbidden.items()
+    ]
+    contracts += [
+        {"name": "no adapter imports another", "type": "independence", "modules": adapters},
+        {
+            "name": "only policy.py imports accelerate",
+            "type": "forbidden",
+            "source_modules": [trainer],
+            "forbidden_modules": ["accelerate"],
+            "ignore_imports": ["agl_trainer.policy -> accelerate"],
+            "allow_indirect_imports": True,
+        },
+    ]
+    lines = [
+        "[tool.importlinter]",
+        f"root_packages = {json.dumps(list(needs))}",
+        "include_external_packages = true",
+        "exclude_type_checking_imports = true",
+    ]
+    for contract in contracts:
+        lines.append("[[tool.importlinter.contracts]]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in contract.items()]
+    return "\n".join(lines)
+
+
+def module_name(requirement: str) -> str:
+    """The module of a distribution that is required, by custom: ``langchain-core>=1.2`` is langchain_core."""
+    return re.split(r"[^\w-]", requirement, maxsplit=1)[0].replace("-", "_")
 
 
 # ------------------------------------------------------------------------------------------------ installing

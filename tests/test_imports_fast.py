@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 TRIES, RUNS = 5, 5
+PACKAGES = sorted(path.name for path in (Path(__file__).parent.parent / "packages").glob("*/src/*/"))
+ADAPTERS = [name for name in PACKAGES if name not in ("agl_server", "agl_trainer", "agl_demo")]
 
 
 def seconds(*command: str | Path) -> float:
@@ -50,7 +52,7 @@ def test_the_help_of_agl_takes_less_than_300_ms() -> None:
     assert best_above_interpreter(agl, "--help", budget=0.3) < 0.3
 
 
-@pytest.mark.parametrize("module", ["agl", "agl.cli", "agl_langchain"])
+@pytest.mark.parametrize("module", ["agl", "agl.cli", *ADAPTERS])
 def test_a_light_module_imports_nothing_heavy(module: str) -> None:
     heavy = ["torch", "transformers", "accelerate", "starlette", "uvicorn", "aiohttp", "openai"]
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"

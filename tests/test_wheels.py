@@ -19,6 +19,7 @@ PACKAGES = {
     tomllib.loads(path.read_text())["project"]["name"]: path.parent
     for path in [ROOT / "core" / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
 }
+ADAPTERS = sorted(set(PACKAGES) - {"agl", "agl-server", "agl-trainer", "agl-demo"})
 WEB_SERVERS = {"starlette", "fastapi", "uvicorn", "aiohttp"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,9 +63,10 @@ def test_a_distribution_installs_alone_and_imports(name: str, wheels: Path, tmp_
     run(tmp_path / "env" / "bin" / "agl", "plugins")
 
 
-def test_an_adapter_is_light(wheels: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_light(name: str, wheels: Path, tmp_path: Path) -> None:
     """It is what sits in a production agent."""
-    came = install(tmp_path / "env", wheels, "agl-langchain")
+    came = install(tmp_path / "env", wheels, name)
     assert not {"torch", "transformers", "accelerate", "numpy", *WEB_SERVERS} & set(came)
 
 
@@ -81,8 +83,9 @@ def metadata(wheels: Path, name: str) -> str:
         return archive.read(member).decode()
 
 
-def test_the_train_extra_of_an_adapter_brings_server_and_trainer(wheels: Path) -> None:
-    extra = re.findall(r"^Requires-Dist: ([\w-]+).*extra == 'train'", metadata(wheels, "agl-langchain"), re.MULTILINE)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_train_extra_of_an_adapter_brings_server_and_trainer(name: str, wheels: Path) -> None:
+    extra = re.findall(r"^Requires-Dist: ([\w-]+).*extra == 'train'", metadata(wheels, name), re.MULTILINE)
     assert set(extra) == {"agl-server", "agl-trainer"}
 
 

@@ -90,8 +90,14 @@ class Backend(Protocol):
         """Serve the policy's present weights under this version, with no cache of older ones."""
         ...
 
-    async def probe(self, prompt_ids: Sequence[int], tokens: int) -> Sequence[Token]:
-        """Sample a few tokens at temperature 1; the canary compares their logprobs with the trainer's."""
+    async def probe(self, prompt_ids: Sequence[int], tokens: int, agent: str = "") -> Sequence[Token]:
+        """Sample a few tokens at temperature 1; the canary compares their logprobs with the trainer's.
+
+        Args:
+            prompt_ids: the prompt.
+            tokens: how many to sample.
+            agent: who asks, where each agent has weights of its own (``adapters="agent"``).
+        """
         ...
 
     async def close(self) -> None:

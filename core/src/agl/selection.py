@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -37,3 +38,8 @@ class Selection:
                 raise SelectionError(
                     f"optimize={list(self.patterns or ())!r}: no agent is named {pattern!r}. Agents seen: {listing}"
                 )
+
+
+def clean_name(name: str) -> str:
+    """An agent's name as it may travel in a header: 128 characters, none that `optimize` gives a meaning."""
+    return re.sub(r"[^ -~]|[*?\[\]]", "_", name.strip())[:128]

@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def gradients(places: Mapping[str, Path], **settings: Any) -> dict[str, torch.Te
     return found
 
 
+def of_agents(model: Path) -> list[float]:
+    """Gradient norms and a sum of each of two adapters' weights, after a step on both and a step on one."""
+    policy = new_policy(model, "float32", lora_rank=4, adapters="agent", optimize=["writer", "judge"])
+    assert policy.adapters is not None
+    told: list[float] = []
+    for agents in (["writer", "judge"], ["writer"]):
+        asked = [replace(i, row=replace(i.row, agent=agents[n % len(agents)])) for n, i in enumerate(rows(7))]
+        metrics = updates.learn(policy, asked, GUARD, policy.config, 1)
+        told += [metrics[f"agent/{agent}/grad_norm"] for agent in policy.agents]
+        told += [
+            float(sum(p.detach().double().abs().sum() for p in policy.adapters.parameters(a))) for a in policy.agents
+        ]
+    policy.close()
+    return told
+
+
 class BrokenOnOneRank:
     """Its loss is NaN, or an error, on rank 1 alone."""
 
@@ -122,6 +139,8 @@ def steps(places: Mapping[str, Path], folder: Path) -> None:
         told["led"] = f"{type(error).__name__}: {error}"
     told["after"] = updates.learn(policy, rows(7), GUARD, policy.config, 1)
     told["fingerprint"] = policy.fingerprint()
+    policy.close()
+    told["agents"] = of_agents(places["float32"])
     torch.save(found, folder / f"rank{rank}.pt")
     (folder / f"rank{rank}.json").write_text(json.dumps(told))
 

@@ -19,7 +19,8 @@ from agl_trainer import attention
 from agl_trainer.algorithms.grpo import GRPO
 from agl_trainer.batch import build
 from agl_trainer.batch.build import Scored, train_rows
-from agl_trainer.batch.pack import MicroBatch, TrainRow, micro_batches
+from agl_trainer.batch.pack import MicroBatch, TrainRow, collate, micro_batches
+from agl_trainer.batch.tree import depth_first, subtrees
 from agl_trainer.batch.weights import Aggregation
 from agl_trainer.logprobs import LogprobModel
 
@@ -172,11 +173,20 @@ def test_splitting_rollouts_into_rows_leaves_the_gradient(
     assert relative(apart, merged) < TOLERANCE[dtype_of(module)]
 
 
+def tree(rows: list[TrainRow], budget: int) -> list[MicroBatch]:
+    """The layout that shares prefixes, cut into micro-batches as if all tokens cost the same."""
+    stretches = subtrees(depth_first(rows), budget, lambda length, shared: length - shared, 1.0)
+    return [collate([stretch]) for stretch in stretches]
+
+
 LAYOUTS: dict[str, Callable[[list[TrainRow]], list[MicroBatch]]] = {
     "one row at a time": lambda rows: list(micro_batches(rows, 1, packed=False)),
     "small micro-batches": lambda rows: list(micro_batches(rows, 60)),
     "padded, not packed": lambda rows: list(micro_batches(rows, 10_000, packed=False)),
     "rows reversed": lambda rows: list(micro_batches(rows[::-1], 90)),
+    "tree": lambda rows: tree(rows, 10_000),
+    "tree in small micro-batches": lambda rows: tree(rows, 50),
+    "tree cut into rows": lambda rows: tree(rows, 1),
     "rows shuffled": lambda rows: list(micro_batches(random.Random(3).sample(rows, len(rows)), 10_000)),
 }
 

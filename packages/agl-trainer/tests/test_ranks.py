@@ -126,6 +126,18 @@ def test_ranks_in_trouble_agree(ranks: Path):
     assert first["fingerprint"] == second["fingerprint"]
 
 
+@pytest.mark.slow
+def test_two_ranks_train_an_adapter_for_each_agent_as_one_does(ranks: Path):
+    """Also where a rank, or all of them, have no row of some agent: its adapter stays where it is."""
+    one = on_ranks.of_agents(ranks / "float32")
+    both_norms, both, norms, after = (one[place : place + 2] for place in (0, 2, 4, 6))
+    assert min(both_norms) > 0 and norms[0] > 0 == norms[1]
+    assert after[1] == both[1] and after[0] != both[0]
+    for rank in told(ranks):
+        assert rank["agents"] == pytest.approx(one, rel=1e-5)
+        assert rank["agents"][7] == rank["agents"][3]
+
+
 # ------------------------------------------------------------------------------------------------------ launching
 
 

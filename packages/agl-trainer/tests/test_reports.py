@@ -103,7 +103,7 @@ def test_prime_rl_2975_a_shared_answer_is_trained_once():
 def test_trl_4159_logprobs_are_taken_after_the_temperature():
     logits = torch.tensor([[2.0, 1.0, 0.0]]).double().expand(3, 3)
     temperatures = torch.full((3,), 0.5)
-    got = selected_logprobs(nn.Identity(), logits, torch.arange(3), temperatures)
+    got, _ = selected_logprobs(nn.Identity(), logits, torch.arange(3), temperatures)
     assert got.tolist() == pytest.approx([-0.14, -2.14, -4.14], abs=5e-3)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-LONGEST = 128
+from agl.selection import clean_name
 
 
 def name_agent(metadata: Mapping[str, Any], run_name: str | None) -> str | None:
@@ -26,7 +25,7 @@ def name_agent(metadata: Mapping[str, Any], run_name: str | None) -> str | None:
         metadata.get("langgraph_node"),
         run_name,
     ):
-        if isinstance(name, str) and (clean := _clean(name)):
+        if isinstance(name, str) and (clean := clean_name(name)):
             return clean
     return None
 
@@ -37,8 +36,3 @@ def _place(namespace: Any) -> str | None:
         return None
     parts = [part.partition(":")[0] for part in namespace.split("|") if not part.isdigit()]
     return "/".join(parts)
-
-
-def _clean(name: str) -> str:
-    """A name that may travel in a header, and holds no character that `optimize` gives a meaning."""
-    return re.sub(r"[^ -~]|[*?\[\]]", "_", name.strip())[:LONGEST]

@@ -36,7 +36,7 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Evaluate this model instead, such as runs/.../model.")] = None,
 ) -> None:
     """Evaluate a model on the held-out tasks of a configuration file; nothing is trained."""
-    trainer = trainer_from(config, **({"model": model, "lora_rank": 0} if model else {}))
+    trainer = trainer_from(config, **(_instead(model) if model else {}))
     if not trainer.eval_tasks:
         raise ConfigError(f"{config}: eval_tasks is missing, so there is nothing to evaluate on")
     with trainer.session as session:
@@ -47,6 +47,13 @@ def evaluate(
     typer.echo(f"reward {evaluation.reward} on {len(evaluation.scores)} tasks, {evaluation.unscored} unscored")
     for name, value in evaluation.parts.items():
         typer.echo(f"  {name}: {value:.3f}")
+
+
+def _instead(model: str) -> dict[str, Any]:
+    """A single adapter is merged into its base; one for each agent is served as it is."""
+    from agl_trainer.adapters import saved_adapters
+
+    return {"model": model} if saved_adapters(model) else {"model": model, "lora_rank": 0, "adapters": "shared"}
 
 
 def trainer_from(path: Path, **overrides: Any) -> Any:

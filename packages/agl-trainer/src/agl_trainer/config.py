@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from agl.errors import ConfigError
 from agl.plugins import nearest
@@ -85,10 +85,14 @@ class TrainConfig(BaseModel):
     """Gradients are clipped to this norm."""
     lora_rank: int = Field(0, ge=0)
     """0 trains all weights; otherwise a LoRA adapter of this rank on all linear layers."""
+    adapters: Literal["shared", "agent"] = "shared"
+    """Whether the agents of `optimize` share their weights, or each trains a LoRA adapter of its own on one base."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in. With LoRA its frozen weights are kept in it; full training keeps float32 weights."""
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Padded tokens in one forward and backward pass."""
+    """Tokens in one forward and backward pass, padding included. A longer row gets a pass of its own."""
+    layout: Literal["auto", "tree", "packed", "padded"] = "auto"
+    """How rows are laid out: with shared prefixes computed once, end to end, or padded; auto takes the cheapest."""
 
     # sampling
     temperature: float = Field(1.0, gt=0)
@@ -128,6 +132,22 @@ class TrainConfig(BaseModel):
     trackers: list[str] = []
     """Trackers of Accelerate besides the local log: tensorboard, wandb, trackio, mlflow, ..."""
 
+    @model_validator(mode="after")
+    def _check_adapters(self) -> TrainConfig:
+        if self.adapters == "agent":
+            if not self.lora_rank:
+                raise ValueError(
+                    "adapters='agent' gives each agent a LoRA adapter, and lora_rank is 0; set lora_rank=16"
+                )
+            if not self.optimize:
+                raise ValueError("adapters='agent' needs the agents' names, such as optimize=['writer', 'judge']")
+            if patterns := [name for name in self.optimize if set("*?[") & set(name)]:
+                raise ValueError(
+                    f"adapters='agent' makes the adapters at the start, so optimize must name every agent, and "
+                    f"{patterns!r} are patterns; write the names"
+                )
+        return self
+
     @classmethod
     def of(cls, **settings: Any) -> TrainConfig:
         """Validate.
@@ -146,6 +166,8 @@ class TrainConfig(BaseModel):
 
 def _explain(problem: Any, names: list[str], algorithm: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
+    if not name:  # of settings together; the text names them
+        return str(problem["ctx"]["error"])
     if problem["type"] == "extra_forbidden":
         from agl_trainer import algorithms  # it imports torch, which a good configuration does not wait for
 

@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from agl.errors import ConfigError
+from agl.errors import BackendError, ConfigError
+from agl_trainer import attention
 from agl_trainer.critic import Critic
-
-CHUNK = 512
-"""Sampled tokens whose logits exist at one time."""
+from agl_trainer.logits import selected_logprobs
 
 
 class TokenOutputs(NamedTuple):
@@ -37,6 +35,7 @@ class LogprobModel(nn.Module):
         refuse_unsupported(plain.config)
         # In tuples, so that they are not registered twice: they are parts of `model`.
         self._parts: tuple[Any, Any] = (plain.get_decoder(), plain.get_output_embeddings())
+        self._sees_spans = attention.sees_spans(model)
 
     def forward(
         self,
@@ -53,82 +52,38 @@ class LogprobModel(nn.Module):
         """What is said of ``targets``, each from the state at its ``source``; see `agl_trainer.batch.pack`.
 
         Args:
-            entropies: of the distributions that the targets were drawn from; doubles the time spent on logits.
+            entropies: of the distributions that the targets were drawn from.
             values: what the critic expects.
         """
         decoder, head = self._parts
-        states = _states(decoder, token_ids, position_ids, ends, sources)
+        mask = self._mask(ends)
+        states = _states(decoder, token_ids, position_ids, mask, sources)
         expected = None
         if values:
             assert self.critic is not None
             trunk = self.critic.trunk
-            own = states if trunk is None else _states(trunk, token_ids, position_ids, ends, sources)
-            expected = self.critic(own)
-        return TokenOutputs(
-            selected_logprobs(head, states, targets, temperatures),
-            selected_entropies(head, states, temperatures) if entropies else None,
-            expected,
-        )
+            expected = self.critic(states if trunk is None else _states(trunk, token_ids, position_ids, mask, sources))
+        return TokenOutputs(*selected_logprobs(head, states, targets, temperatures, entropies), expected)
+
+    def _mask(self, ends: torch.Tensor) -> torch.Tensor | None:
+        if self._sees_spans:
+            return ends[:, None, None]  # our attention takes it for the mask
+        if not bool((ends == ends.shape[1] - 1).all()):
+            raise BackendError(
+                "several rows share a line, and the model cannot keep them apart; lay them out by "
+                "agl_trainer.batch.layout.micro_batches, or padded"
+            )
+        return None
 
 
 def _states(
-    decoder: Any, token_ids: torch.Tensor, position_ids: torch.Tensor, ends: torch.Tensor, sources: torch.Tensor
+    decoder: Any, token_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None, sources: torch.Tensor
 ) -> torch.Tensor:
     """``[N, H]`` last states at the sources."""
     hidden = decoder(
-        input_ids=token_ids, position_ids=position_ids, attention_mask=visibility(ends), use_cache=False
+        input_ids=token_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
     ).last_hidden_state
     return hidden.reshape(-1, hidden.shape[-1])[sources]
-
-
-def visibility(ends: torch.Tensor) -> torch.Tensor:
-    """``[B, 1, L, L]``: a token sees itself and those earlier ones whose span it stands in."""
-    place = torch.arange(ends.shape[1], device=ends.device)
-    return ((place[:, None] >= place) & (place[:, None] <= ends[:, None, :]))[:, None]
-
-
-def selected_logprobs(
-    head: nn.Module, states: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-) -> torch.Tensor:
-    """``log softmax(head(state) / temperature)[target]``, chunk by chunk, forward and backward.
-
-    Args:
-        head: hidden size to vocabulary.
-        states: ``[N, H]``.
-        targets: ``[N]`` token ids.
-        temperatures: ``[N]``.
-    """
-    parts = [
-        checkpoint(_chunk, head, *chunk, use_reentrant=False)
-        for chunk in zip(states.split(CHUNK), targets.split(CHUNK), temperatures.split(CHUNK), strict=True)
-    ]
-    return torch.cat(parts) if parts else states.new_zeros(0)
-
-
-def _chunk(head: nn.Module, states: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    logits = _logits(head, states, temperatures)
-    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
-
-
-def _logits(head: nn.Module, states: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    logits = head(states)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    return logits / temperatures.to(logits.dtype)[:, None]
-
-
-def selected_entropies(head: nn.Module, states: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """``[N]`` entropies of ``softmax(head(state) / temperature)``, chunk by chunk, forward and backward."""
-    parts = [
-        checkpoint(_entropy_chunk, head, *chunk, use_reentrant=False)
-        for chunk in zip(states.split(CHUNK), temperatures.split(CHUNK), strict=True)
-    ]
-    return torch.cat(parts) if parts else states.new_zeros(0)
-
-
-def _entropy_chunk(head: nn.Module, states: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    logprobs = _logits(head, states, temperatures).log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -116,6 +117,8 @@ def _load_model(where: str, precision: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    if (several := Path(where) / "adapters.json").is_file():  # `agl_trainer.adapters` puts them on
+        return _load_model(find_model(json.loads(several.read_text())["base_model"]), precision)
     if not (Path(where) / "adapter_config.json").is_file():
         return AutoModelForCausalLM.from_pretrained(
             where, dtype=getattr(torch, precision), attn_implementation=attention.register()

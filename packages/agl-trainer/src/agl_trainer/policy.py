@@ -23,6 +23,7 @@ from accelerate.utils import set_seed
 from agl.errors import BackendError, ConfigError, NumericsError
 from agl.protocols import Algorithm, LossInputs
 from agl_trainer import algorithms, models
+from agl_trainer.adapters import FROZEN, SHARED, Adapters, refuse_other_settings
 from agl_trainer.batch.pack import MicroBatch
 from agl_trainer.config import TrainConfig
 from agl_trainer.critic import make_critic
@@ -96,12 +97,14 @@ class Policy:
         if lacking := {*config.trackers} - {"all"} - {str(tracker) for tracker in self.accelerator.log_with}:
             raise ConfigError(f"trackers={config.trackers!r}: the packages of {sorted(lacking)!r} are not installed")
         set_seed(config.seed)
+        refuse_other_settings(config)
         model, self.tokenizer = models.load(config.model, "float32" if mixed else config.precision)
         self._frozen_copy: Any = None
         algorithm = algorithms.make(config.algorithm)
         needs = algorithms.needs(algorithm)
-        if config.lora_rank:
-            model = _with_lora(model, config.lora_rank)
+        self.adapters = Adapters(model, config) if config.lora_rank else None
+        if self.adapters is not None:
+            model = self.adapters.model
         elif needs & {"ref_logprobs", "kl"} or config.unselected == "frozen":
             self._frozen_copy = copy.deepcopy(model).requires_grad_(False).eval().to(self.accelerator.device)
         # Dropout would make the trained probabilities differ from the sampled ones.
@@ -128,26 +131,41 @@ class Policy:
         """The precision that training computes in; the engine generates in the same."""
         return self.accelerator.autocast()
 
-    # ------------------------------------------------------------------------------------------ frozen beginning
+    # ---------------------------------------------------------------------------------------- whose weights answer
 
     @property
     def keeps_frozen(self) -> bool:
-        """Whether there is a frozen beginning: a copy, or the base below a LoRA adapter."""
-        return self._frozen_copy is not None or self.config.lora_rank > 0
+        """Whether there is a frozen beginning: a copy, or the base below LoRA adapters."""
+        return self._frozen_copy is not None or self.adapters is not None
 
     @property
-    def frozen_model(self) -> Any:
-        """The module to call inside `frozen`."""
-        return self.model if self._frozen_copy is None else self._frozen_copy
+    def agents(self) -> tuple[str, ...]:
+        """Agents that train an adapter of their own; empty where all share their weights."""
+        return self.adapters.trained if self.adapters is not None else ()
 
-    def frozen(self) -> AbstractContextManager[Any]:
-        """Inside, `frozen_model` is the model as it was before training."""
-        return self.model.disable_adapter() if self.config.lora_rank else nullcontext()
+    def weights_of(self, agent: str, *, frozen: bool = False) -> str:
+        """Name of the weights that answer an agent, for `using`.
+
+        Args:
+            agent: it matters only where each agent has an adapter of its own.
+            frozen: as they were before training.
+        """
+        if self.adapters is not None:
+            return self.adapters.name(agent, frozen)
+        return FROZEN if frozen else SHARED
+
+    def module_of(self, weights: str) -> Any:
+        """The module that holds these weights; call it inside `using`."""
+        return self._frozen_copy if self.adapters is None and weights == FROZEN else self.model
+
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        """Inside, the module computes with these weights. Hold the lock."""
+        return nullcontext() if self.adapters is None else self.adapters.use(weights)
 
     def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprobs under the frozen beginning, without gradient."""
         batch = batch.to(self.accelerator.device)
-        with self.lock, torch.no_grad(), self.frozen():
+        with self.lock, torch.no_grad(), self.using(self.weights_of(batch.agent, frozen=True)):
             module = self._logprobs if self._frozen_copy is None else LogprobModel(self._frozen_copy)
             return self._forward(module, batch).logprobs
 
@@ -158,7 +176,7 @@ class Policy:
     def outputs(self, batch: MicroBatch, *, values: bool = False) -> TokenOutputs:
         """Logprobs under the present weights, and values of the present critic, without gradient."""
         batch = batch.to(self.accelerator.device)
-        with self.lock, torch.no_grad():
+        with self.lock, torch.no_grad(), self.using(self.weights_of(batch.agent)):
             return self._forward(self._logprobs, batch, values=values)
 
     def _forward(self, module: LogprobModel, batch: MicroBatch, **asked: bool) -> TokenOutputs:
@@ -196,18 +214,33 @@ class Policy:
             self.optimizer.zero_grad()
             with self.ranks.together():
                 for batch in batches:
-                    loss, metrics = self._loss(batch.to(self.accelerator.device), algorithm)
-                    loss.backward()
-                    for name, value in {"loss": loss.detach(), **metrics}.items():
+                    with self.using(self.weights_of(batch.agent)):
+                        loss, metrics = self._loss(batch.to(self.accelerator.device), algorithm)
+                        loss.backward()
+                    whose = {f"agent/{batch.agent}/loss": loss.detach()} if batch.agent else {}
+                    for name, value in {"loss": loss.detach(), **whose, **metrics}.items():
                         totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            norms = {"grad_norm": self._sum_and_clip([] if only_critic else self.parameters)}
+            norms = {"grad_norm": 0.0} if only_critic else self._sum_and_clip_policy()
             if self._critic_parameters:  # clipped apart, so that a critic that errs does not hold the policy back
                 norms["critic_grad_norm"] = self._sum_and_clip(self._critic_parameters)
             if only_critic:
                 for parameter in self.parameters:
                     parameter.grad = None
-            self._apply(**norms)
+            self._apply(norms["grad_norm"], norms.get("critic_grad_norm", 0.0))
         return self.ranks.total({name: float(value) for name, value in totals.items()}) | norms
+
+    def _sum_and_clip_policy(self) -> dict[str, float]:
+        """As `_sum_and_clip`, each agent's adapter by itself.
+
+        Agents' gradients differ in scale. With one norm for all, an agent with large ones would shrink the steps of
+        the others (Dr. MAS, arXiv 2602.08847, finds the same of shared advantage normalisation).
+        """
+        if self.adapters is None or not self.agents:
+            return {"grad_norm": self._sum_and_clip(self.parameters)}
+        norms = {
+            f"agent/{agent}/grad_norm": self._sum_and_clip(self.adapters.parameters(agent)) for agent in self.agents
+        }
+        return {"grad_norm": math.hypot(*norms.values()), **norms}
 
     def _sum_and_clip(self, parameters: Sequence[torch.nn.Parameter]) -> float:
         """Add up gradients over ranks and scale them down to ``max_grad_norm``; returns their norm before."""
@@ -267,13 +300,15 @@ class Policy:
     # ------------------------------------------------------------------------------------------------ keeping
 
     def save(self, folder: Path) -> None:
-        """Write what ``from_pretrained`` reads: the model, or the PEFT adapter."""
-        if self.accelerator.is_main_process:
-            with self.lock:
-                # An adapter never touches the embeddings; left to guess, peft would look for the base's on the hub.
-                options = {"save_embedding_layers": False} if self.config.lora_rank else {}
-                self.model.save_pretrained(folder, **options)
-            self.tokenizer.save_pretrained(folder)
+        """Write what ``from_pretrained`` reads: the model, the PEFT adapter, or a folder of one for each agent."""
+        if not self.accelerator.is_main_process:
+            return
+        with self.lock:
+            if self.adapters is not None:
+                self.adapters.save(folder, self.tokenizer)
+            else:
+                self.model.save_pretrained(folder)
+                self.tokenizer.save_pretrained(folder)
 
     def start_trackers(self, name: str) -> None:
         """Begin to report to Accelerate's trackers, if any were asked for."""
@@ -291,13 +326,6 @@ class Policy:
         if self.config.trackers:
             self.accelerator.end_training()
         AcceleratorState._reset_state()  # one for the process, and it refuses to change
-
-
-def _with_lora(model: Any, rank: int) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, config)
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> Iterable[int]:

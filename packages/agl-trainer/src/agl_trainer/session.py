@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from agl.protocols import AgentFunction, Algorithm, Backend
 from agl.records import Mode, Rollout, Task, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
-from agl_trainer import card, updates
+from agl_trainer import algorithms, card, updates
 from agl_trainer.batch.build import Scored, advantages, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
 from agl_trainer.config import TrainConfig
@@ -39,7 +39,7 @@ class Result:
 
     folder: Path
     model: Path
-    """A ``from_pretrained`` directory, or a PEFT adapter."""
+    """A ``from_pretrained`` directory, a PEFT adapter, or a folder with a PEFT adapter for each agent."""
     evaluations: Mapping[str, Evaluation]
 
     @property
@@ -176,7 +176,25 @@ class Session:
         ]
         with Progress(batch) as progress:
             ended = self.services.collect(wanted, progress)
+        self._refuse_two_names(ended)
         return [self.services.run(score(rollout)) for rollout in ended]
+
+    def _refuse_two_names(self, rollouts: Sequence[Rollout]) -> None:
+        """The header of a call chooses the adapter that answers it; the framework's name, the one that learns.
+
+        Raises:
+            CaptureError: they differ where each agent has an adapter.
+        """
+        for rollout in rollouts:
+            named = {step.call_id: step.agent for step in rollout.steps if step.kind == "model_start"}
+            for call in rollout.calls:
+                agent = named.get(call.call_id or "") or call.agent
+                if agent != call.agent and agent in self.policy.agents:
+                    raise CaptureError(
+                        f"a call of agent {agent!r} in rollout {rollout.id!r} reached the gateway under the name "
+                        f"{call.agent!r}, so another adapter answered than would learn from it. Let the header "
+                        "x-agl-agent through (a proxy may drop it), or set adapters='shared'"
+                    )
 
     @property
     def _prefix(self) -> str:
@@ -188,8 +206,12 @@ class Session:
 
     def judge(self, rollouts: Sequence[Rollout], algorithm: Algorithm) -> tuple[list[Scored], list[list[float]]]:
         """Credit and advantage of every call that is trained, of scored rollouts of one step."""
-        config = self.config
-        scored = credited(rollouts, self.selection, self.agents_seen, discount=config.discount, signals=config.signals)
+        config, needs = self.config, algorithms.needs(algorithm)
+        # A critic learns when a reward came, which credit without a discount would not tell.
+        discount = 1.0 if config.discount is None and "values" in needs else config.discount
+        scored = credited(rollouts, self.selection, self.agents_seen, discount=discount, signals=config.signals)
+        if "kl" in needs and not hasattr(algorithm, "token_advantages"):
+            scored = updates.with_kl(self.policy, scored, algorithm, config)
         return scored, advantages(scored, algorithm, config.baseline)
 
     def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Scored]:
@@ -274,9 +296,13 @@ class Session:
                 self.services.serve(policy.version)
 
     def _canary(self) -> None:
-        """Prove that the backend samples from the trainer's present weights, which all ranks share."""
+        """Prove that the backend samples from the trainer's present weights, of every adapter; all ranks share them."""
+        for agent in self.policy.agents or ("",):
+            self._canary_of(agent)
+
+    def _canary_of(self, agent: str) -> None:
         prompt = self.policy.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
-        tokens = self.ranks.lead(lambda: self.services.run(self.backend.probe(prompt, CANARY_TOKENS)))
+        tokens = self.ranks.lead(lambda: self.services.run(self.backend.probe(prompt, CANARY_TOKENS, agent)))
         count = len(tokens)
         sampled = Transition(
             rollout="canary",
@@ -288,11 +314,13 @@ class Session:
         )
         (row,) = build_rows([sampled])
         (batch,) = micro_batches([TrainRow(row, [0.0] * count, [1.0] * count)], len(row.token_ids))
+        batch = replace(batch, agent=agent)
         difference = float((self.policy.logprobs(batch) - batch.rollout_logprobs).abs().mean())
         wrong_version = {token.version for token in tokens} != {self.policy.version}
         if wrong_version or not difference <= CANARY_TOLERANCE[self.config.precision]:
+            whose = f"adapter of agent {agent!r}" if agent else "weights"
             raise BackendError(
-                f"the backend does not serve the trainer's weights: mean logprob difference {difference:.3g}, versions "
+                f"the backend does not serve the trainer's {whose}: mean logprob difference {difference:.3g}, versions "
                 f"{sorted({token.version for token in tokens})} instead of {self.policy.version}"
             )
 

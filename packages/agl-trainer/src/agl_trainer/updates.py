@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from agl.errors import ConfigError
 from agl.protocols import Algorithm, StepTokens, TokenAdvantages
+from agl.transitions import build_rows
 from agl_trainer import algorithms
-from agl_trainer.batch.balance import shares
-from agl_trainer.batch.pack import MicroBatch, TrainRow, micro_batches
+from agl_trainer.batch import layout
+from agl_trainer.batch.build import Scored
+from agl_trainer.batch.pack import MicroBatch, TrainRow
 from agl_trainer.config import TrainConfig
 from agl_trainer.policy import Policy
 
@@ -25,30 +29,70 @@ def learn(
 
     Raises:
         NumericsError: too many steps in a row had no finite gradient.
+        ConfigError: an agent is to learn that has no adapter.
     """
-    own = shares([len(item.row.token_ids) for item in rows], policy.ranks.size)[policy.ranks.rank]
-    batches: list[MicroBatch] = list(micro_batches([rows[place] for place in own], config.micro_batch_tokens))
-    batches = estimate(policy, batches, algorithm, passes)
+    needs = algorithms.needs(algorithm)
     metrics: dict[str, float] = {}
     if hasattr(algorithm, "token_advantages"):
-        batches, metrics = token_advantages(policy, rows, own, batches, algorithm)
-    critic = policy.critic if "values" in algorithms.needs(algorithm) else None
+        batches = estimate(policy, lay_out(policy, rows, config), needs, passes)
+        batches, metrics = token_advantages(policy, rows, batches, algorithm)
+    else:  # KL in the reward is in the advantages already; see `with_kl`
+        batches = estimate(policy, lay_out(policy, rows, config), needs - {"kl"}, passes)
+    critic = policy.critic if "values" in needs else None
     warming = critic is not None and int(critic.steps) < getattr(algorithm, "value_warmup", 0)
     for _ in range(passes):
         metrics |= policy.update(batches, algorithm, only_critic=warming)
     if critic is not None:
         critic.steps += 1
     computed = policy.ranks.gather(sum(batch.token_ids.numel() for batch in batches))
-    metrics["rows"] = float(len(rows))
-    metrics["tokens_computed"] = float(sum(computed))
+    metrics |= {"rows": float(len(rows))} | layout.counts(rows, sum(computed))
     if len(computed) > 1:
         metrics["imbalance"] = max(computed) * len(computed) / max(1, sum(computed))  # 1 is even
     return metrics
 
 
-def estimate(policy: Policy, batches: Sequence[MicroBatch], algorithm: Algorithm, passes: int) -> list[MicroBatch]:
-    """Ask the model for what the algorithm needs to know from the start of the step, and for nothing else."""
-    needs = algorithms.needs(algorithm)
+def lay_out(policy: Policy, rows: Sequence[TrainRow], config: TrainConfig) -> list[MicroBatch]:
+    """The micro-batches of this rank's share of the rows; their ``index`` counts the tokens of all rows of the step.
+
+    Where each agent has an adapter, every micro-batch holds rows of one agent.
+
+    Raises:
+        ConfigError: an agent is to learn that has no adapter.
+    """
+    if policy.agents and (strangers := sorted({item.row.agent for item in rows}.difference(policy.agents))):
+        raise ConfigError(
+            f"agents {strangers!r} are to learn and have no adapter: with adapters='agent' only those named by "
+            f"optimize={list(policy.agents)!r} can; name them there"
+        )
+    own = layout.shares(rows, policy.ranks.size, config.layout, policy.model)[policy.ranks.rank]
+    first = [0, *accumulate(sum(item.row.sampled) for item in rows)]
+    batches: list[MicroBatch] = []
+    for agent in policy.agents or ("",):
+        mine = [row for row in own if agent in ("", rows[row].row.agent)]
+        places = torch.tensor([place for row in mine for place in range(first[row], first[row + 1])], dtype=torch.long)
+        part = [rows[row] for row in mine]
+        for batch in layout.micro_batches(part, config.micro_batch_tokens, config.layout, policy.model):
+            batches.append(replace(batch, agent=agent, index=places[batch.index]))
+    return batches
+
+
+def of_the_step(policy: Policy, batches: Sequence[MicroBatch], name: str, size: int) -> torch.Tensor:
+    """One number for each sampled token of the step, in the order of the rows, from all ranks.
+
+    Args:
+        policy: knows the other ranks.
+        batches: of this rank.
+        name: of what the batches hold.
+        size: sampled tokens of the step.
+    """
+    numbers = torch.zeros(size, dtype=torch.float64)
+    for batch in batches:
+        numbers[batch.index] = getattr(batch, name).double().cpu()
+    return torch.stack(policy.ranks.gather(numbers)).sum(0)  # each rank knows its own and has 0 elsewhere
+
+
+def estimate(policy: Policy, batches: Sequence[MicroBatch], needs: AbstractSet[str], passes: int) -> list[MicroBatch]:
+    """Ask the model for what an algorithm needs to know from the start of the step, and for nothing else."""
     values = "values" in needs
     # In a single pass the old logprobs are its own, and need no forward of their own.
     old = values or "kl" in needs or ("old_logprobs" in needs and passes > 1)
@@ -65,33 +109,21 @@ def estimate(policy: Policy, batches: Sequence[MicroBatch], algorithm: Algorithm
 
 
 def token_advantages(
-    policy: Policy, rows: Sequence[TrainRow], own: Sequence[int], batches: Sequence[MicroBatch], algorithm: Any
+    policy: Policy, rows: Sequence[TrainRow], batches: Sequence[MicroBatch], algorithm: Any
 ) -> tuple[list[MicroBatch], dict[str, float]]:
     """Replace the advantages of calls by those of tokens, which depend on the whole step.
-
-    Args:
-        policy: knows the other ranks.
-        rows: of the step, on all ranks.
-        own: which of them this rank computes.
-        batches: made of those.
-        algorithm: has ``token_advantages``.
 
     Returns:
         The micro-batches with their advantages and returns, and what is to be logged.
     """
     needs = algorithms.needs(algorithm)
-    first = [0, *accumulate(len(item.advantages) for item in rows)]
-    places = torch.tensor([place for row in own for place in range(first[row], first[row + 1])], dtype=torch.long)
+    size = sum(len(item.advantages) for item in rows)
 
     def flat(name: str) -> torch.Tensor:
-        """One number for each sampled token of the step, in the order of the rows."""
-        numbers = torch.zeros(first[-1], dtype=torch.float64)
-        for batch in batches:
-            numbers[places[batch.index]] = getattr(batch, name).double().cpu()
-        return torch.stack(policy.ranks.gather(numbers)).sum(0)  # each rank knows its own and has 0 elsewhere
+        return of_the_step(policy, batches, name, size)
 
     step = StepTokens(
-        rewards=call_rewards(rows),
+        rewards=token_rewards(rows),
         episodes=[[place for call in calls for place in call] for calls in episodes(rows)],
         kl=(flat("old_logprobs") - flat("ref_logprobs")).tolist() if "kl" in needs else None,
         values=flat("old_values").tolist() if "values" in needs else None,
@@ -99,16 +131,44 @@ def token_advantages(
     found: TokenAdvantages = algorithm.token_advantages(step)
     advantages = torch.tensor(found.advantages, dtype=torch.float64)
     metrics: dict[str, float] = {}
-    result = [replace(batch, advantages=advantages[places[batch.index]]) for batch in batches]
+    result = [replace(batch, advantages=advantages[batch.index]) for batch in batches]
     if step.kl is not None:
         metrics["kl"] = sum(step.kl) / max(1, len(step.kl))
     if found.returns is not None:
         returns = torch.tensor(found.returns, dtype=torch.float64)
-        result = [replace(batch, returns=returns[places[batch.index]]) for batch in result]
+        result = [replace(batch, returns=returns[batch.index]) for batch in result]
         if step.values is not None:
             rest = returns - torch.tensor(step.values, dtype=torch.float64)
             metrics["explained_variance"] = float(1 - rest.var(correction=0) / returns.var(correction=0).clamp(1e-12))
     return result, metrics
+
+
+def with_kl(policy: Policy, scored: Sequence[Scored], algorithm: Any, config: TrainConfig) -> list[Scored]:
+    """Subtract from every call's credit ``kl_coef`` times the k1 of its whole rollout, before advantages are taken.
+
+    For algorithms that compare whole rollouts and have KL in the reward (RLOO, arXiv 2402.14740); it costs a forward
+    of the policy and of the reference.
+    """
+    rows = [
+        TrainRow(row, [0.0] * sum(row.sampled), [0.0] * sum(row.sampled))
+        for item in scored
+        for row in build_rows(item.transitions)
+    ]
+    batches = estimate(policy, lay_out(policy, rows, config), {"kl"}, 1)
+    size = sum(len(item.advantages) for item in rows)
+    kl = of_the_step(policy, batches, "old_logprobs", size) - of_the_step(policy, batches, "ref_logprobs", size)
+    spent: dict[str, float] = defaultdict(float)
+    for item, own in zip(rows, kl.split([len(item.advantages) for item in rows]), strict=True):
+        spent[item.row.rollout] += float(own.sum())
+    return [
+        replace(
+            item,
+            transitions=[
+                replace(t, reward=(t.reward or 0.0) - algorithm.kl_coef * spent[t.rollout]) for t in item.transitions
+            ],
+        )
+        for item in scored
+    ]
 
 
 def episodes(rows: Sequence[TrainRow]) -> list[list[range]]:
@@ -127,7 +187,7 @@ def episodes(rows: Sequence[TrainRow]) -> list[list[range]]:
     return [[parts[call] for call in sorted(parts)] for parts in calls.values()]
 
 
-def call_rewards(rows: Sequence[TrainRow]) -> list[float]:
+def token_rewards(rows: Sequence[TrainRow]) -> list[float]:
     """Reward of each sampled token, from the advantages of calls; see `agl.protocols.StepTokens`."""
     credits = [credit for item in rows for credit in item.advantages]
     rewards = [0.0] * len(credits)

@@ -27,7 +27,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "sequence_mask": (0.0, 3.0),
     "geometric": (0.99, 1.01),
 }
-LOG_BOUND = 20.0
+BOUND = 20.0
+"""Log ratios are held within this, as verl and OpenRLHF do: beyond it one token would drown a whole step."""
 
 
 def correction_weights(
@@ -49,7 +50,7 @@ def correction_weights(
         log_weights = call_sums(log_weights, calls)[calls]
     elif kind == "geometric":
         log_weights = call_means(log_weights, calls)[calls]
-    weights = log_weights.clamp(-LOG_BOUND, LOG_BOUND).exp()
+    weights = log_weights.clamp(-BOUND, BOUND).exp()
     outside = (weights < low) | (weights > high)
     if kind in ("token", "sequence"):
         return weights.clamp(low, high), outside

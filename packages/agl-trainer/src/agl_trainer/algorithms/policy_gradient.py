@@ -17,12 +17,9 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from agl.protocols import LossInputs
-from agl_trainer.algorithms.corrections import Correction, call_means, correction_weights
+from agl_trainer.algorithms.corrections import BOUND, Correction, call_means, correction_weights
 from agl_trainer.algorithms.kl import kl_divergence
 from agl_trainer.batch.weights import Aggregation
-
-BOUND = 20.0
-"""Log ratios are held within this, as verl and OpenRLHF do: beyond it one token would drown a whole step."""
 
 Need = Literal["old_logprobs", "ref_logprobs", "kl", "entropies", "values"]
 """What an algorithm may ask the model for; see `agl.protocols.Algorithm`."""
@@ -91,7 +88,7 @@ class PolicyGradient:
     def log_ratio(self, inputs: LossInputs) -> torch.Tensor:
         """``log pi - log pi_old``; with bypass the rollout's logprobs are the old ones."""
         old = inputs.rollout_logprobs if self.correction == "bypass" else inputs.old_logprobs
-        return (inputs.logprobs - old).clamp(-BOUND, BOUND)
+        return inputs.logprobs - old
 
     def total(
         self, inputs: LossInputs, surrogate: torch.Tensor, clipped: torch.Tensor
@@ -123,7 +120,7 @@ class PolicyGradient:
             assert inputs.ref_logprobs is not None
             kl = kl_divergence(inputs.logprobs, inputs.ref_logprobs, self.kl_estimator or "k2")
             if self.kl_unbiased:
-                kl = kl * self.log_ratio(inputs).exp().detach()
+                kl = kl * self.log_ratio(inputs).detach().clamp(-BOUND, BOUND).exp()
             metrics["kl"] = (weights * kl).sum()
             loss = loss + self.kl_coef * metrics["kl"]
         if "entropies" in self.needs:

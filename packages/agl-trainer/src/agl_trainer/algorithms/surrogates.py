@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from agl_trainer.algorithms.corrections import call_means
+from agl_trainer.algorithms.corrections import BOUND, call_means
 
 Surrogate = tuple[torch.Tensor, torch.Tensor]
 
@@ -20,7 +20,7 @@ def ppo_clip(
 
     Sources: PPO (arXiv 1707.06347, eq. 7), clip-higher (2503.14476, eq. 10), dual-clip (1912.09729, eq. 5).
     """
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(-BOUND, BOUND).exp()
     plain = -ratio * advantages
     held = -ratio.clamp(1 - low, 1 + high) * advantages
     loss, clipped = torch.maximum(plain, held), held > plain
@@ -35,7 +35,7 @@ def cispo(
     log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, low: float, high: float
 ) -> Surrogate:
     r""":math:`-\mathrm{sg}[\mathrm{clip}(\rho, 1-low, 1+high)]\, A \log\pi` (arXiv 2506.13585, eq. 4)."""
-    ratio = log_ratio.detach().exp()
+    ratio = log_ratio.detach().clamp(-BOUND, BOUND).exp()
     held = ratio.clamp(1 - low, 1 + high)
     return -held * advantages * logprobs, held != ratio
 

@@ -136,6 +136,12 @@ def check_credit(algorithm: Algorithm, config: TrainConfig) -> None:
             f"baseline={config.baseline!r} compares whole rollouts; use baseline='turn' or 'state', or an algorithm "
             "with a critic"
         )
+    whole = "kl" in needs(algorithm) and not hasattr(algorithm, "token_advantages")
+    if whole and baseline_and_weight(config.baseline)[0] in PER_CALL:
+        raise ConfigError(
+            f"baseline={config.baseline!r} compares single calls, but kl_in='reward' takes the KL of a whole rollout "
+            "off its reward; use kl_in='loss', or baseline='task' or 'agent'"
+        )
     plugins.check_signals(config.signals)
 
 
@@ -212,7 +218,7 @@ def train_rows(
             with them (KL, entropy, a critic).
         max_length: longer rows are an error of the engine's limit, not something to cut.
     """
-    keep_zero = hasattr(algorithm, "token_advantages") or bool(needs(algorithm) - {"old_logprobs"})
+    keep_zero = hasattr(algorithm, "token_advantages") or bool(needs(algorithm) - {"old_logprobs", "kl"})
     kept: list[tuple[Row, list[float]]] = []
     everything: list[Row] = []
     for item, own in zip(scored, advantages, strict=True):

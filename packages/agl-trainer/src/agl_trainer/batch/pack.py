@@ -1,17 +1,19 @@
-"""Pack rows into micro-batches: several short rows share one line, and none sees another.
+"""Lay rows out as tensors: padded, packed end to end, or with the prefixes they share laid only once.
 
 A micro-batch is a grid of lines ``[B, L]``. A token sees an earlier one of its line exactly when it stands inside that
 one's span, ``place <= ends[earlier]``: the span of a token of a row ends with the row, the span of a token of a prefix
 tree ends with its subtree. So padded, packed and tree layouts are one form, and give the same logprobs.
+`agl_trainer.batch.tree` finds the shared prefixes, `agl_trainer.batch.layout` chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from agl.records import Row
@@ -34,9 +36,10 @@ class MicroBatch:
     token_ids: torch.Tensor
     """``[B, L]``"""
     position_ids: torch.Tensor
-    """``[B, L]``; each row counts from 0."""
+    """``[B, L]``; each row counts from 0, so in a tree it is the depth."""
     ends: torch.Tensor
-    """``[B, L]``; the last place of the line that sees this token. Padding is seen by itself alone."""
+    """``[B, L]``; the last place of the line that sees this token. Padding belongs to the row before it, which cannot
+    see it."""
     sources: torch.Tensor
     """``[N]`` flat index of the state that predicts each sampled token: the position before it."""
     targets: torch.Tensor
@@ -61,48 +64,66 @@ class MicroBatch:
     """``[N]`` of the critic at the start of the step, when there is one."""
     returns: torch.Tensor | None = None
     """``[N]`` what the critic should have said."""
+    agent: str = ""
+    """Whose adapter computes it; empty where all agents share their weights."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value.to(device) for name, value in tensors.items() if value is not None})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+class Laid(NamedTuple):
+    """A row and where it goes."""
+
+    item: TrainRow
+    first: int
+    """Place of its first sampled token among those of all rows of the step."""
+    shared: int = 0
+    """How many of its tokens are those of the row laid before it, and are not laid again."""
+
+
+def laid(rows: Sequence[TrainRow]) -> list[Laid]:
+    """The rows, each with the place of its first sampled token."""
+    first = accumulate((sum(item.row.sampled) for item in rows), initial=0)
+    return [Laid(item, place) for item, place in zip(rows, first, strict=False)]
 
 
 def micro_batches(rows: Sequence[TrainRow], budget: int, packed: bool = True) -> Iterator[MicroBatch]:
-    """Group rows of similar length and pack them.
+    """Lay rows out without sharing anything.
 
     Args:
         rows: all rows of a step; the longest comes first, so that a budget too large fails at once.
-        budget: padded tokens ``B * L`` that one micro-batch may hold; a longer row gets one of its own.
-        packed: False gives every row a line of its own.
+        budget: tokens ``B * L`` that one micro-batch may hold, padding included; a longer row gets one of its own.
+        packed: all rows of a micro-batch in one line, end to end; False pads each in a line of its own.
     """
-    first = [0, *accumulate(sum(item.row.sampled) for item in rows)]
-    waiting = sorted(zip(rows, first, strict=False), key=lambda item: len(item[0].row.token_ids), reverse=True)
-    while waiting:
-        width = len(waiting[0][0].row.token_ids)
-        lines: list[list[tuple[TrainRow, int]]] = []
-        room: list[int] = []
-        left: list[tuple[TrainRow, int]] = []
-        for item in waiting:  # first fit, longest first
-            size = len(item[0].row.token_ids)
-            place = next((i for i, free in enumerate(room) if packed and free >= size), None)
-            if place is not None:
-                lines[place].append(item)
-                room[place] -= size
-            elif not lines or width * (len(lines) + 1) <= budget:
-                lines.append([item])
-                room.append(width - size)
-            else:
-                left.append(item)
-        yield collate(lines, width)
-        waiting = left
+    waiting = sorted(laid(rows), key=lambda row: len(row.item.row.token_ids), reverse=True)
+    if not packed:
+        while waiting:
+            count = max(1, budget // len(waiting[0].item.row.token_ids))
+            yield collate([row] for row in waiting[:count])
+            waiting = waiting[count:]
+        return
+    bins: list[list[Laid]] = []
+    room: list[int] = []
+    for row in waiting:  # first fit, longest first
+        size = len(row.item.row.token_ids)
+        place = next((place for place, free in enumerate(room) if free >= size), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[place].append(row)
+        room[place] -= size
+    yield from (collate([line]) for line in bins)
 
 
-def collate(lines: Sequence[Sequence[tuple[TrainRow, int]]], width: int) -> MicroBatch:
-    """Lay rows out in lines of ``width`` tokens; with each row stands the index of its first sampled token."""
-    shape = (len(lines), width)
-    token_ids, position_ids = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-    ends = torch.arange(width).repeat(len(lines), 1)
+def collate(lines: Iterable[Sequence[Laid]]) -> MicroBatch:
+    """Tensors of lines of rows; rows that share a prefix stand one after another (depth first)."""
+    lines = list(lines)
+    width = max(sum(len(item.row.token_ids) - shared for item, _, shared in line) for line in lines)
+    token_ids = np.zeros((len(lines), width), dtype=np.int64)
+    position_ids, ends = np.zeros_like(token_ids), np.zeros_like(token_ids)
     sources: list[int] = []
     targets: list[int] = []
     temperatures: list[float] = []
@@ -113,15 +134,17 @@ def collate(lines: Sequence[Sequence[tuple[TrainRow, int]]], width: int) -> Micr
     index: list[int] = []
     known: dict[tuple[str, int], int] = {}
     for line, items in enumerate(lines):
-        start = 0
-        for item, first in items:
+        end = 0
+        path = np.zeros(0, dtype=np.int64)  # where in the line the tokens of the row stand
+        for item, first, shared in items:
             row = item.row
-            end = start + len(row.token_ids)
-            token_ids[line, start:end] = torch.tensor(row.token_ids)
-            position_ids[line, start:end] = torch.arange(end - start)
-            ends[line, start:end] = end - 1
+            start, end = end, end + len(row.token_ids) - shared
+            token_ids[line, start:end] = row.token_ids[shared:]
+            position_ids[line, start:end] = np.arange(shared, len(row.token_ids))
+            path = np.concatenate([path[:shared], np.arange(start, end)])
+            ends[line, path] = end - 1
             places = [place for place, sampled in enumerate(row.sampled) if sampled]
-            sources += [line * width + start + place - 1 for place in places]
+            sources += (line * width + path[np.array(places, dtype=np.int64) - 1]).tolist()
             targets += [row.token_ids[place] for place in places]
             temperatures += [row.temperatures[place] or 1.0 for place in places]
             logprobs += [row.logprobs[place] for place in places]
@@ -129,11 +152,11 @@ def collate(lines: Sequence[Sequence[tuple[TrainRow, int]]], width: int) -> Micr
             weights += item.weights
             calls += [known.setdefault((row.rollout, row.transitions[place]), len(known)) for place in places]
             index += range(first, first + len(places))
-            start = end
+        padding = np.arange(end, width)
+        position_ids[line, end:] = len(path) + padding - end
+        ends[line, path] = ends[line, end:] = width - 1
     return MicroBatch(
-        token_ids,
-        position_ids,
-        ends,
+        *(torch.from_numpy(x) for x in (token_ids, position_ids, ends)),
         torch.tensor(sources),
         torch.tensor(targets),
         torch.tensor(temperatures, dtype=torch.float64),

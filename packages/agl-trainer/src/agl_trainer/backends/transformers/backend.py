@@ -29,9 +29,10 @@ class TransformersBackend:
         """The weights are shared, so they are there already; what the old ones computed is forgotten."""
         self.engine.refresh(version)
 
-    async def probe(self, prompt_ids: Sequence[int], tokens: int) -> Sequence[Token]:
-        """Sample a few tokens."""
-        return [token async for token in self.engine.generate(prompt_ids, Sampling(max_tokens=tokens, seed=0))]
+    async def probe(self, prompt_ids: Sequence[int], tokens: int, agent: str = "") -> Sequence[Token]:
+        """Sample a few tokens as an agent would."""
+        sampling = Sampling(max_tokens=tokens, seed=0, labels={"agent": agent})
+        return [token async for token in self.engine.generate(prompt_ids, sampling)]
 
     async def close(self) -> None:
         """Stop the endpoint and the engine."""

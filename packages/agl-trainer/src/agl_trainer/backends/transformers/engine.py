@@ -7,7 +7,6 @@ import random
 import threading
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,11 @@ class TransformersEngine:
         self._seed = seed
         self._asked: dict[str, int] = {}
         """How often each rollout has asked each of its prompts of these weights."""
-        self._schedulers: dict[bool, Scheduler] = {}
+        self._schedulers: dict[str, Scheduler] = {}
+        """One for each of the policy's weights that was asked for: they share no keys and values."""
         self._wake = threading.Condition()
-        self._arrived: list[tuple[bool, Request]] = []
+        self._arrived: list[tuple[str, Request]] = []
+        """Requests with the name of the weights that are to answer."""
         self._open: set[Request] = set()
         """Requests that somebody waits for."""
         self._outbox: list[tuple[asyncio.Queue[Token | BaseException], Token | BaseException]] = []
@@ -60,6 +61,7 @@ class TransformersEngine:
         """Sample one answer; closing the iterator takes it out of the batch before the next token."""
         if sampling.frozen and not self.policy.keeps_frozen:
             raise UsageError("no frozen base is kept, so nothing can answer from it; train with unselected='frozen'")
+        weights = self.policy.weights_of(sampling.labels.get("agent", ""), frozen=sampling.frozen)
         self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Token | BaseException] = asyncio.Queue()
         prompt = np.array(prompt_ids, dtype=np.int64)
@@ -73,7 +75,7 @@ class TransformersEngine:
         with self._wake:
             if self._failure is not None:
                 raise BackendError(f"the embedded engine has died: {self._failure!r}") from self._failure
-            self._arrived.append((sampling.frozen, request))
+            self._arrived.append((weights, request))
             self._open.add(request)
             self._wake.notify()
         try:
@@ -141,19 +143,19 @@ class TransformersEngine:
         with self._wake:
             while not self._arrived and not self._stopped and all(s.idle for s in self._schedulers.values()):
                 self._wake.wait()
-            for frozen, request in self._arrived:
-                if frozen not in self._schedulers:
-                    model = self.policy.frozen_model if frozen else self.policy.model
-                    self._schedulers[frozen] = Scheduler(model, self._slots, lambda: self.version)
-                self._schedulers[frozen].waiting.append(request)
+            for weights, request in self._arrived:
+                if weights not in self._schedulers:
+                    self._schedulers[weights] = Scheduler(
+                        self.policy.module_of(weights), self._slots, lambda: self.version
+                    )
+                self._schedulers[weights].waiting.append(request)
             self._arrived.clear()
             return not self._stopped
 
     def _step(self) -> None:
-        for frozen, scheduler in self._schedulers.items():
+        for weights, scheduler in self._schedulers.items():
             if not scheduler.idle:
-                context: AbstractContextManager[Any] = self.policy.frozen() if frozen else nullcontext()
-                with context, self.policy.autocast():
+                with self.policy.using(weights), self.policy.autocast():
                     scheduler.step()
 
     def _flush(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from agl.errors import ConfigError
-from agl_trainer.backends.transformers.arithmetic import KEYS, FixedRows
 
 
 class SlotCache(Cache):
@@ -130,9 +128,7 @@ class Slots:
         for index, (new, start, end) in enumerate(zip(token_ids, starts, ends, strict=True)):
             ids[index, width - len(new) :] = new
             places[index, width - len(new) :] = np.arange(start, end)
-        exact = self.model.device.type == "cpu" and self._dtype() in (torch.float32, torch.float64)
-        with FixedRows() if exact else nullcontext():
-            logits = self._run(rows, ids, places, max(ends) + (-max(ends) % KEYS if exact else 0))
+        logits = self._run(rows, ids, places, max(ends))
         self._clock += 1
         for row, new in zip(rows, token_ids, strict=True):
             self.tokens[row] = np.concatenate([self.tokens[row], new])
