@@ -72,12 +72,13 @@ async def test_each_method_sends_what_the_server_expects():
     collected = wire.Collected(cursor=7, rollouts=(ROLLOUT,))
     policy = wire.PolicyState(upstream="http://x", unselected=wire.Upstream(base_url="http://y/v1", model="m"))
     fake = FakeServer(
-        OK, (200, wire.encode(leases), {}), OK, OK, OK, (200, wire.encode(collected), {}),
+        OK, (200, wire.encode(leases), {}), OK, OK, OK, OK, (200, wire.encode(collected), {}),
         OK, (200, wire.encode(policy), {}), (200, b"null", {}), OK, (200, wire.encode(ROLLOUT), {}),
     )  # fmt: skip
     async with serve(fake) as url, LightningClient(f"{url}/", "secret") as client:
         await client.enqueue([ROLLOUT])
         assert await client.lease("w", 3, 60, wait=0.5) == leases.leases
+        await client.withdraw("b")
         await client.heartbeat("r", 1, 30)
         await client.add_steps("r", 1, ROLLOUT.steps)
         await client.finish("r", 1, "ok", ROLLOUT.returned)
@@ -91,6 +92,7 @@ async def test_each_method_sends_what_the_server_expects():
     assert [(method, path) for method, path, _, _ in fake.requests] == [
         ("POST", "/api/rollouts"),
         ("POST", "/api/lease"),
+        ("POST", "/api/withdraw"),
         ("POST", "/api/rollouts/r/1/heartbeat"),
         ("POST", "/api/rollouts/r/1/steps"),
         ("POST", "/api/rollouts/r/1/finish"),
@@ -104,8 +106,8 @@ async def test_each_method_sends_what_the_server_expects():
     bodies = [json.loads(body) if body else None for _, _, _, body in fake.requests]
     assert wire.decode(wire.Enqueue, fake.requests[0][3]).rollouts == (ROLLOUT,)
     assert {**bodies[1], "request": None} == {"worker": "w", "limit": 3, "seconds": 60, "wait": 0.5, "request": None}
-    assert bodies[2] == {"seconds": 30}
-    assert bodies[4] == {
+    assert bodies[2:4] == [{"prefix": "b"}, {"seconds": 30}]
+    assert bodies[5] == {
         "outcome": "ok",
         "returned": {"parts": {"correct": 0.1 + 0.2}, "agents": {"writer": {"short": -1.0}}},
         "error": None,

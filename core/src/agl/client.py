@@ -84,6 +84,13 @@ class LightningClient:
         elif rollouts:
             await self._request("POST", "/api/rollouts", message)
 
+    async def withdraw(self, prefix: str) -> None:
+        """Take unfinished rollouts of batches whose names begin so out of the queue, until they are enqueued again.
+
+        What runs of them is stale from now on, and does not count as one of its ``max_attempts``.
+        """
+        await self._request("POST", "/api/withdraw", wire.Withdraw(prefix=prefix))
+
     async def lease(self, worker: str, limit: int, seconds: float, wait: float = 0.0) -> Sequence[Lease]:
         """Up to ``limit`` rollouts to run, none when there are none within ``wait`` seconds."""
         message = wire.LeaseRequest(worker=worker, limit=limit, seconds=seconds, wait=wait, request=uuid.uuid4().hex)

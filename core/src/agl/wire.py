@@ -28,6 +28,14 @@ class Enqueue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Take unfinished rollouts out of the queue, until they are enqueued again."""
+
+    prefix: str
+    """Of the names of their batches; the empty one is of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
     """Ask for rollouts to run."""
 

@@ -138,6 +138,7 @@ BAD_INPUT: list[tuple[str, str, Any, int, str | None]] = [
     ("POST", "/api/lease", {"worker": "w", "limit": True}, 422, "limit"),
     ("POST", "/api/lease", {"worker": "w", "seconds": -1}, 422, "seconds"),
     ("POST", "/api/lease", {"worker": "w", "wait": 1e9}, 422, "wait"),
+    ("POST", "/api/withdraw", {}, 422, "prefix"),
     ("POST", "/api/rollouts/r/1/heartbeat", {"seconds": "60"}, 422, "seconds"),
     ("POST", "/api/rollouts/nobody/1/heartbeat", {"seconds": 60}, 404, None),
     ("POST", "/api/rollouts/r/9999999999999999999999/heartbeat", {"seconds": 60}, 404, None),

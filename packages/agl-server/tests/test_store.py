@@ -405,3 +405,20 @@ async def test_commits_wait_for_the_disk(store: SqliteStore):
         )
 
     assert (await store.writer.run(modes)) == ("wal", 2)
+
+
+async def test_what_is_withdrawn_waits_for_its_trainer_and_costs_no_attempt(store: SqliteStore):
+    await enqueue(store, "mine", "ended", batch="run1.batch", max_attempts=1)
+    await enqueue(store, "other", batch="run2.batch")
+    await store.lease("w", 2, 60)
+    await finish(store, "ended")
+    assert await store.withdraw("run1.") == [("mine", 1)]
+    for write in (store.finish("mine", 1, "ok", None, None), store.heartbeat("mine", 1, 60)):
+        with pytest.raises(StaleAttempt, match=r"attempt 1 of rollout 'mine' has ended; the rollout is withdrawn"):
+            await write
+    assert [rollout.id for rollout, _ in await store.lease("w", 9, 60)] == ["other"]
+    await enqueue(store, "mine", "ended", batch="run1.batch")
+    assert [(rollout.id, attempt) for rollout, attempt in await store.lease("w", 9, 60)] == [("mine", 2)]
+    await finish(store, "mine", 2, "agent_error")
+    _, rollouts = await store.finished("run1.batch", 0, 9)
+    assert [(rollout.id, rollout.outcome) for rollout in rollouts] == [("ended", "ok"), ("mine", "agent_error")]

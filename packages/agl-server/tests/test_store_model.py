@@ -137,6 +137,24 @@ class StoreAgainstModel(RuleBasedStateMachine):
         if runs:
             self.end(name, outcome)
 
+    @rule(prefix=st.sampled_from(["", "bat", "other"]))
+    def withdraw(self, prefix: str) -> None:
+        self.ask(self.store.withdraw(prefix))
+        for entry in self.entries.values():
+            if prefix != "other" and entry.state in ("waiting", "running"):
+                entry.max_attempts += entry.state == "running"
+                if entry.state == "running":
+                    entry.ends[entry.attempt] = "withdrawn"
+                entry.state = "withdrawn"
+
+    @precondition(lambda self: self.entries)
+    @rule(data=st.data())
+    def enqueue_again(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.entries)))
+        self.ask(self.store.enqueue([new_rollout(name, max_attempts=1)]))
+        if self.entries[name].state == "withdrawn":
+            self.entries[name].state = "waiting"
+
     @rule()
     def restart(self) -> None:
         self.ask(self.store.close())

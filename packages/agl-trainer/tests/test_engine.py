@@ -175,6 +175,36 @@ async def test_answers_differ_between_samples_and_repeat_whatever_arrives_when(p
     assert all(ids[:8] != ids[8:] for ids in forward.values()), "the second call of a rollout is no copy of the first"
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
+async def test_an_answer_is_the_same_to_the_last_bit_in_any_company(model_folder: Path, lora_rank: int):
+    """A rollout that is run again after a crash meets other neighbours, free slots and reusable prefixes."""
+    policy = new_policy(model_folder, lora_rank=lora_rank)
+    stems = [prompt_of(seed, 7 + 30 * seed) for seed in range(3)]
+
+    async def conversation(engine: TransformersEngine, place: int, pause: float) -> list[Token]:
+        prompt, said = [*stems[place % 3], *prompt_of(place, place)], list[Token]()
+        await asyncio.sleep(pause)
+        for turn in range(3):
+            tokens = await sample(engine, prompt, max_tokens=3 + place, seed=10 * place + turn)
+            said += tokens
+            prompt = [*prompt, *(token.id for token in tokens), *prompt_of(turn, 5)]
+        return said
+
+    def meet(slots: int, pauses: random.Random) -> Any:
+        engine = new_engine(policy, slots=slots)
+        places = pauses.sample(range(8), 8)
+        return engine, places, [conversation(engine, place, 0.02 * pauses.random()) for place in places]
+
+    found: list[dict[int, list[Token]]] = []
+    for trial, slots in enumerate((1, 3, 8)):
+        engine, places, talks = meet(slots, random.Random(trial))
+        found.append(dict(zip(places, await asyncio.gather(*talks), strict=True)))
+        engine.stop()
+    for other in found[1:]:
+        for place in range(8):
+            assert found[0][place] == other[place], place
+
+
 async def test_a_seed_of_the_request_rules_and_each_choice_has_its_own(engine: TransformersEngine):
     async def ids(seed: int) -> tuple[int, ...]:
         return tuple(token.id for token in await sample(engine, prompt_of(7), seed=seed))
@@ -232,8 +262,8 @@ async def test_an_answer_ends_with_a_stop_token_or_at_its_limit(policy: Policy, 
     ids, _ = scheduler.sample(table, [(Sampling(max_tokens=1), 0.5)])
     assert ids == [2] and 2 in policy.stop_ids
     reasons = Counter[Any]()
-    for seed in range(30):
-        tokens = await sample(engine, prompt_of(8), max_tokens=200, seed=seed, temperature=1.7)
+    answers = (sample(engine, prompt_of(8), max_tokens=200, seed=seed, temperature=1.7) for seed in range(30))
+    for tokens in await asyncio.gather(*answers):
         assert all(token.finish_reason is None and token.id != 2 for token in tokens[:-1])
         reasons[tokens[-1].finish_reason, tokens[-1].id == 2] += 1
     assert set(reasons) <= {("stop", True), ("length", False)} and reasons["stop", True] > 0

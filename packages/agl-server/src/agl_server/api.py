@@ -45,6 +45,12 @@ class Api:
             leases = await self._queue.lease(message)
         await request.answer(wire.encode(wire.Leases(leases=tuple(leases))))
 
+    async def withdraw(self, request: Request) -> None:
+        """``POST /api/withdraw``."""
+        message = await _read(request, wire.Withdraw)
+        await self._queue.withdraw(message.prefix)
+        await request.answer(b"{}")
+
     async def heartbeat(self, request: Request) -> None:
         """``POST /api/rollouts/{rollout}/{attempt}/heartbeat``."""
         message = await _read(request, wire.Heartbeat)

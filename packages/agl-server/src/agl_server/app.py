@@ -69,6 +69,7 @@ def create_app(store: ServerStore, key: str, host: str = "127.0.0.1", sweep_seco
         _route("POST", "/v1/chat/completions", admin, gateway.chat),
         _route("GET", "/v1/models", admin, gateway.models),
         _route("POST", "/api/lease", admin, api.lease),
+        _route("POST", "/api/withdraw", admin, api.withdraw),
         _route("POST", rollout + "/{attempt:int}/heartbeat", admin, api.heartbeat),
         _route("POST", rollout + "/{attempt:int}/steps", attempt, api.steps),
         _route("POST", rollout + "/{attempt:int}/finish", admin, api.finish),

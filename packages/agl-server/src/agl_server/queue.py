@@ -137,6 +137,11 @@ class Queue:
         if not all(one.ended for one in released):
             self._enqueued.ring()
 
+    async def withdraw(self, prefix: str) -> None:
+        """Take unfinished rollouts of these batches out of the queue, until they are enqueued again."""
+        for attempt in await self._store.withdraw(prefix):
+            self._live.pop(attempt, None)
+
     def close(self) -> None:
         """Send away those who wait: the server stops."""
         self._closing = True

@@ -33,6 +33,14 @@ class ServerStore(Store, Protocol):
         """Take back every lease that ran out."""
         ...
 
+    async def withdraw(self, prefix: str) -> Sequence[tuple[str, int]]:
+        """Take every unfinished rollout of batches whose names begin so out of the queue, until enqueued again.
+
+        Returns:
+            The attempts that ran: what they still send is refused, and they count for nothing.
+        """
+        ...
+
     async def waiting(self) -> int:
         """How many rollouts wait to be leased."""
         ...

@@ -19,7 +19,7 @@ CREATE TABLE rollouts (
     batch    TEXT NOT NULL,
     record   BLOB NOT NULL,                    -- JSON: what was enqueued
     max_attempts INTEGER NOT NULL,
-    state    TEXT NOT NULL DEFAULT 'waiting',  -- waiting, running, ended
+    state    TEXT NOT NULL DEFAULT 'waiting',  -- waiting, running, withdrawn, ended
     attempt  INTEGER NOT NULL DEFAULT 0,       -- the latest; the fencing token
     expires  REAL,                             -- of the lease, while running
     seconds  REAL,                             -- how long the lease was asked for

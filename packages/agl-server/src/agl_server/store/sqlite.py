@@ -100,12 +100,15 @@ class SqliteStore:
     # ------------------------------------------------------------------------------------------------- queue
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add rollouts; one whose id is known already is left as it is."""
+        """Add rollouts; one whose id is known already is left as it is, or waits again if it was withdrawn."""
         rows = [(r.id, r.batch, r.max_attempts, wire.encode(_plain(r))) for r in rollouts]
         statement = "INSERT OR IGNORE INTO rollouts (id, batch, max_attempts, record) VALUES (?, ?, ?, ?)"
 
         def operation(connection: sqlite3.Connection) -> None:
             connection.executemany(statement, rows)
+            connection.executemany(
+                "UPDATE rollouts SET state = 'waiting' WHERE id = ? AND state = 'withdrawn'", [row[:1] for row in rows]
+            )
 
         await self.writer.run(operation)
 
@@ -216,6 +219,28 @@ class SqliteStore:
             ended = self._end(connection, rollout, attempt, "infra_error", None, error)
             released.append(Released(rollout=rollout, attempt=attempt, ended=ended))
         return released
+
+    async def withdraw(self, prefix: str) -> Sequence[tuple[str, int]]:
+        """Take unfinished rollouts out of the queue; returns the attempts of them that ran."""
+        return await self.writer.run(partial(self._withdraw, prefix))
+
+    def _withdraw(self, prefix: str, connection: sqlite3.Connection) -> list[tuple[str, int]]:
+        running = connection.execute(
+            "SELECT id, attempt FROM rollouts WHERE state = 'running' AND substr(batch, 1, length(?1)) = ?1", (prefix,)
+        ).fetchall()
+        connection.executemany(
+            "UPDATE attempts SET outcome = 'infra_error', error = 'withdrawn' WHERE rollout = ? AND attempt = ?",
+            running,
+        )
+        # The number of the attempt stays used, but whoever withdrew it is at fault, so one more is allowed.
+        connection.execute(
+            "UPDATE rollouts SET max_attempts = max_attempts + (state = 'running'), state = 'withdrawn', "
+            "expires = NULL WHERE state IN ('waiting', 'running') AND substr(batch, 1, length(?1)) = ?1",
+            (prefix,),
+        )
+        for attempt in running:
+            self._latest.pop(attempt, None)
+        return running
 
     async def waiting(self) -> int:
         """How many rollouts wait to be leased."""

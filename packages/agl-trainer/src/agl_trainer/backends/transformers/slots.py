@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from agl.errors import ConfigError
+from agl_trainer.backends.transformers.arithmetic import KEYS, FixedRows
 
 
 class SlotCache(Cache):
@@ -128,7 +130,9 @@ class Slots:
         for index, (new, start, end) in enumerate(zip(token_ids, starts, ends, strict=True)):
             ids[index, width - len(new) :] = new
             places[index, width - len(new) :] = np.arange(start, end)
-        logits = self._run(rows, ids, places, max(ends))
+        exact = self.model.device.type == "cpu" and self._dtype() in (torch.float32, torch.float64)
+        with FixedRows() if exact else nullcontext():
+            logits = self._run(rows, ids, places, max(ends) + (-max(ends) % KEYS if exact else 0))
         self._clock += 1
         for row, new in zip(rows, token_ids, strict=True):
             self.tokens[row] = np.concatenate([self.tokens[row], new])
