@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from agl.errors import CaptureError
-from agl.records import Call, Choice, Reward, Rollout, Task
+from agl.records import Call, Choice, Reward, Rollout, Row, Task
 from agl.selection import Selection
 from agl.transitions import build_rows
+from agl_trainer import algorithms
 from agl_trainer.algorithms.grpo import GRPO
+from agl_trainer.algorithms.kl import kl_divergence
 from agl_trainer.batch.build import Scored, advantages, credited, train_rows
+from agl_trainer.batch.pack import TrainRow, micro_batches
+from agl_trainer.batch.weights import Aggregation, token_weights
 from agl_trainer.logprobs import selected_logprobs
 
 from .conftest import transition
@@ -125,3 +130,64 @@ def test_a_missing_reward_is_left_out_and_not_zero():
     step = credited([rollout("a", 1.0), rollout("b", None), rollout("c", 0.5)], Selection(None))
     assert [item.rollout.id for item in step] == ["a", "c"]
     assert gains(step) == [[0.25], [-0.25]]
+
+
+# ------------------------------------------------------------------------- goldens of reference/training.md, §2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rewards", "wanted"),
+    [
+        ({"name": "grpo", "epsilon": 0.0}, [1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),  # population: 1.73 and -0.58
+        ({"name": "grpo", "epsilon": 1e-6}, [0.001, 0, 0, 0], [1.497, -0.499, -0.499, -0.499]),
+        ({"name": "grpo"}, [0.001, 0, 0, 0], [1.25, -0.4167, -0.4167, -0.4167]),
+        ({"name": "grpo", "scale": "none"}, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+        ({"name": "rloo"}, [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
+    ],
+    ids=str,
+)
+def test_the_golden_advantages(chosen: dict[str, Any], rewards: list[float], wanted: list[float]):
+    assert algorithms.make(chosen).advantages(rewards, ["g"] * 4) == pytest.approx(wanted, abs=5e-4)
+
+
+def tokens(count: int, rollout: str) -> Row:
+    (row,) = build_rows([transition([1], [2] * count, rollout)])
+    return row
+
+
+def test_trl_7206_a_mean_over_tokens_does_not_depend_on_micro_batches():
+    """100 tokens of loss 2 and 900 of loss .5 are .65 in the mean; the mean of the two means is 1.25."""
+    rows = [tokens(100, "a"), tokens(900, "b")]
+    shares = token_weights(rows, "token")
+    assert sum(shares[0]) * 2.0 + sum(shares[1]) * 0.5 == pytest.approx(0.65, rel=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "constant", "rollout", "sequence"])
+def test_trl_6024_and_verl_3741_shares_are_fixed_before_rows_are_spread(aggregation: Aggregation):
+    """However rows fall into micro-batches or ranks, a token's share is that of the whole step."""
+    rows = [tokens(size, str(size)) for size in (3, 5, 2, 7)]
+    shares = token_weights(rows, aggregation, length=8)
+    items = [TrainRow(row, [0.0] * len(own), own) for row, own in zip(rows, shares, strict=True)]
+    flat = torch.tensor([share for own in shares for share in own], dtype=torch.float64)
+    for parts in ([items], [items[:2], items[2:]], [items[:1], items[1:3], items[3:]]):
+        for budget in (1, 8, 1000):
+            found = torch.cat([batch.weights for part in parts for batch in micro_batches(part, budget)])
+            assert sorted(found.tolist()) == sorted(flat.tolist())
+    total = {"token": 1.0, "rollout": 1.0, "sequence": 1.0, "constant": 17 / (4 * 8)}[aggregation]
+    assert float(flat.sum()) == pytest.approx(total, rel=1e-12)
+
+
+def test_trl_4967_plain_k3_in_the_loss_pulls_along_the_forward_kl():
+    """Its gradient is that of KL(reference || policy), so ours is straight-through: the value of k3, k2's gradient."""
+    logits = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.2, 0.4, 0.3], dtype=torch.float64).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    probability, difference = logprobs.exp().detach(), logprobs - reference
+    plain = (probability * ((-difference).exp() + difference - 1)).sum()
+    forward = (reference.exp() * (reference - logprobs)).sum()
+    reverse = (logprobs.exp() * difference).sum()
+    gradient = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (plain, forward, reverse)]
+    torch.testing.assert_close(gradient[0], gradient[1], rtol=1e-10, atol=1e-14)
+    ours = (probability * kl_divergence(logprobs, reference, "k3")).sum()
+    torch.testing.assert_close(torch.autograd.grad(ours, logits)[0], gradient[2], rtol=1e-10, atol=1e-14)
+    assert float((gradient[0] - gradient[2]).abs().max()) > 1e-2
