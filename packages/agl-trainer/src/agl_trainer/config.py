@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
+from agl.credit import Baseline
 from agl.errors import ConfigError
 from agl.plugins import nearest
 
@@ -19,14 +21,14 @@ Place = Annotated[str, BeforeValidator(_path_as_text)]
 """A path, as text or as ``pathlib`` writes it."""
 
 
-def _state_weight(value: dict[str, float]) -> dict[str, float]:
-    if list(value) != ["state"] or value["state"] < 0:
-        raise ValueError("Input should be {'state': w} with a weight w of 0 or more")
-    return value
-
-
-StateWeight = Annotated[dict[str, float], AfterValidator(_state_weight)]
-"""``{"state": w}``"""
+def _baseline(value: Any) -> Any:
+    if isinstance(value, str) and value in get_args(Baseline):
+        return value
+    if isinstance(value, dict) and list(value) == ["state"]:
+        weight = value["state"]
+        if isinstance(weight, (int, float)) and 0 <= weight < math.inf:
+            return {"state": float(weight)}
+    raise ValueError("Input should be 'task', 'agent', 'turn', 'state', or {'state': w} with a weight w of 0 or more")
 
 
 class Endpoint(BaseModel):
@@ -64,13 +66,15 @@ class TrainConfig(BaseModel):
     """Groups in one optimiser step."""
     group_size: int = Field(8, ge=1)
     """Rollouts of each task; they share a baseline."""
+    refill: int = Field(0, ge=0)
+    """Extra batches in a step, at most, that replace groups without any advantage (DAPO's dynamic sampling)."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of a step; each is an optimiser step of its own."""
 
     # algorithm
     algorithm: str | dict[str, Any] = "grpo"
     """A name that a plugin registered, or {name, ...} with that algorithm's own settings."""
-    baseline: Literal["task", "agent", "turn", "state"] | StateWeight = "task"
+    baseline: Annotated[Baseline | dict[str, float], PlainValidator(_baseline)] = "task"
     """What a credit is compared with: rollouts of the task; of the task and agent; calls of the same agent and number
     (turn); rollouts and, beside them, calls in equal states ({state: w} gives these a weight other than 1)."""
     discount: float | None = Field(None, ge=0, le=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from agl.records import Rollout
 from agl_trainer import algorithms
 from agl_trainer.algorithms.sft import SFT
 from agl_trainer.batch.build import check_credit, count, train_rows
+from agl_trainer.batch.refill import fill
 from agl_trainer.config import TrainConfig
 from agl_trainer.session import Result, Session
 from agl_trainer.tasks import epochs, read_tasks
@@ -69,6 +71,7 @@ class Trainer:
         self.session = Session(agent, self.config)
         self.steps = 0
         self._batches = 0
+        self._thrown: dict[str, float] = {}
         self._empty_steps = 0
 
     @property
@@ -98,17 +101,22 @@ class Trainer:
         config = self.config
         with self.session as session:
             draw = epochs(self.tasks, config.seed)
-            while self.steps < config.steps:
-                tasks = list(islice(draw, config.tasks_per_step))
+
+            def play(groups: int) -> list[Rollout]:
                 self._batches += 1
-                yield session.rollouts(f"batch{self._batches:05d}", tasks, config.group_size)
+                return session.rollouts(f"batch{self._batches:05d}", list(islice(draw, groups)), config.group_size)
+
+            while self.steps < config.steps:
+                judge = partial(session.judge, algorithm=self.algorithm)
+                batch, self._thrown = fill(play, judge, config.tasks_per_step, config.refill)
+                yield batch
 
     def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One training step on scored rollouts; returns its metrics."""
         config, session = self.config, self.session
         scored, gains = session.judge(rollouts, self.algorithm)
         rows = train_rows(scored, gains, self.algorithm, config.max_length)
-        metrics = count(rollouts, scored, gains)
+        metrics = count(rollouts, scored, gains) | self._thrown
         if rows:
             metrics |= session.learn(rows, self.algorithm, config.epochs)
         self._empty_steps = 0 if rows else self._empty_steps + 1

@@ -142,6 +142,11 @@ def check_credit(algorithm: Algorithm, config: TrainConfig) -> None:
             f"baseline={config.baseline!r} compares single calls, but kl_in='reward' takes the KL of a whole rollout "
             "off its reward; use kl_in='loss', or baseline='task' or 'agent'"
         )
+    if config.refill and "values" in needs(algorithm):
+        raise ConfigError(
+            f"refill={config.refill} replaces groups whose rewards are equal, but with a critic they teach something; "
+            "leave it out"
+        )
     plugins.check_signals(config.signals)
 
 
@@ -197,10 +202,9 @@ def _compared(
     return [[gains[unit] for unit in own] for own in units]
 
 
-def flat_groups(scored: Sequence[Scored], advantages: Sequence[Sequence[float]]) -> set[str]:
-    """Groups (rollouts of one task) in which no call has any advantage: there is nothing to learn from them."""
-    learnt = {item.rollout.group for item, own in zip(scored, advantages, strict=True) if any(own)}
-    return {item.rollout.group for item in scored} - learnt
+def learnable_groups(scored: Sequence[Scored], advantages: Sequence[Sequence[float]]) -> set[str]:
+    """Groups (rollouts of one task) with at least one call that has an advantage."""
+    return {item.rollout.group for item, own in zip(scored, advantages, strict=True) if any(own)}
 
 
 def train_rows(
@@ -248,12 +252,13 @@ def count(
     """
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     groups = {item.rollout.group for item in scored}
+    degenerate = groups - learnable_groups(scored, advantages)
     transitions = [t for item in scored for t in item.transitions]
     refused = [call.error or "" for rollout in rollouts for call in rollout.calls if call.state == "error"]
     metrics = {
         "rollouts": len(rollouts),
         "unscored": len(rollouts) - len(scored),
-        "degenerate_groups": len(flat_groups(scored, advantages)) / max(1, len(groups)),
+        "degenerate_groups": len(degenerate) / max(1, len(groups)),
         "transitions": len(transitions),
         "response_tokens": total_tokens(transitions) / max(1, len(transitions)),
         "truncated_answers": sum(t.finish_reason == "length" for t in transitions),
