@@ -20,12 +20,14 @@ from agl.errors import RunError
 from agl.protocols import LossInputs
 from agl.records import Transition
 from agl.transitions import build_rows
-from agl_trainer import updates
+from agl_trainer import models, updates
 from agl_trainer.algorithms.grpo import GRPO
 from agl_trainer.batch.pack import TrainRow
 from agl_trainer.batch.weights import token_weights
+from agl_trainer.commands import trainer_from
 from agl_trainer.config import TrainConfig
 from agl_trainer.policy import Policy
+from agl_trainer.sharding import full, local
 from agl_trainer.testing import tiny_model, tiny_tokenizer
 
 CASES = {"many small": (7, 64), "one each": (7, 10_000), "one row for two ranks": (1, 64)}
@@ -33,7 +35,7 @@ CASES = {"many small": (7, 64), "one each": (7, 10_000), "one row for two ranks"
 GUARD = GRPO(kl_coef=0.0, clip_high=0.3)
 
 
-def models(folder: Path) -> dict[str, Path]:
+def new_models(folder: Path) -> dict[str, Path]:
     """A float32 Llama, and a model that computes in float64 throughout (Llama's norm goes through float32)."""
     torch.manual_seed(0)
     config = GPTNeoXConfig(
@@ -61,14 +63,12 @@ def rows(count: int) -> list[TrainRow]:
 
 
 def new_policy(model: Path, precision: str, **settings: Any) -> Policy:
-    policy = Policy(TrainConfig.of(model=str(model), max_grad_norm=1e9, learning_rate=1e-3, **settings))
-    if precision == "float64":
-        policy.model.double()
-    return policy
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    load = models.load
+    models.load = lambda name, _: load(name, precision)  # float64 is no setting
+    try:
+        return Policy(TrainConfig.of(model=str(model), max_grad_norm=1e9, learning_rate=1e-3, **settings))
+    finally:
+        models.load = load
 
 
 def gradients(places: Mapping[str, Path], **settings: Any) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def gradients(places: Mapping[str, Path], **settings: Any) -> dict[str, torch.Te
 
             def keep(optimizer: Any, *_: Any, name: str = f"{precision}, {case}") -> None:
                 parts = [
-                    whole(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+                    full(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
                 ]
                 found[name] = torch.cat([part.reshape(-1) for part in parts]).clone()
 
@@ -145,7 +145,21 @@ def steps(places: Mapping[str, Path], folder: Path) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(told))
 
 
+def sharded(places: Mapping[str, Path], folder: Path) -> None:
+    """FSDP2: gradients out of shards, what is saved, and a whole run."""
+    found = gradients(places, activation_checkpointing=True)
+    policy = new_policy(places["float32"], "float32", micro_batch_tokens=64)
+    rank = policy.ranks.rank
+    whole = sum(p.numel() for p in policy.parameters)
+    told: dict[str, Any] = {"share": sum(local(p).numel() for p in policy.parameters) / whole}
+    policy.close()
+    run = trainer_from(folder / "train.toml").fit()
+    told["run"] = str(run.model)
+    torch.save(found, folder / f"sharded{rank}.pt")
+    (folder / f"sharded{rank}.json").write_text(json.dumps(told))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, target = sys.argv[1], Path(sys.argv[2])
-    {"steps": steps}[what]({name: target / name for name in ("float64", "float32")}, target)
+    {"steps": steps, "sharded": sharded}[what]({name: target / name for name in ("float64", "float32")}, target)

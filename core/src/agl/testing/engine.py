@@ -92,15 +92,13 @@ class ScriptedEngine:
         return ids + encode("<|im_start|>assistant\n")
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[dict[str, str]]]:
-        """Take the tool calls out of an answer; one that is no JSON stays in the content, arguments as text stay so."""
+        """Take the tool calls out of an answer; one that is no JSON stays in the content."""
         calls: list[dict[str, str]] = []
 
         def take(match: re.Match[str]) -> str:
             try:
                 call = json.loads(match[1])
-                arguments = call["arguments"]
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                calls.append({"name": call["name"], "arguments": text})
+                calls.append({"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)})
             except (ValueError, KeyError, TypeError):
                 return match[0]
             return ""

@@ -84,7 +84,9 @@ class TrainConfig(BaseModel):
 
     # optimiser
     learning_rate: float = Field(1e-5, gt=0)
-    """Of AdamW; constant. LoRA wants about ten times more than full training."""
+    """Of AdamW. LoRA wants about ten times more than full training."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over ``steps``: not at all, or towards 0. The warm-up keeps its own."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
     lora_rank: int = Field(0, ge=0)
@@ -97,6 +99,8 @@ class TrainConfig(BaseModel):
     """Tokens in one forward and backward pass, padding included. A longer row gets a pass of its own."""
     layout: Literal["auto", "tree", "packed", "padded"] = "auto"
     """How rows are laid out: with shared prefixes computed once, end to end, or padded; auto takes the cheapest."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, a third more work."""
 
     # sampling
     temperature: float = Field(1.0, gt=0)
@@ -151,6 +155,17 @@ class TrainConfig(BaseModel):
                     f"{patterns!r} are patterns; write the names"
                 )
         return self
+
+    def decay(self, step: int) -> float:
+        """Share of the learning rate that is left after ``step`` of all steps, by ``lr_schedule``."""
+        done = step / max(1, self.steps)
+        match self.lr_schedule:
+            case "constant":
+                return 1.0
+            case "linear":
+                return 1.0 - done
+            case "cosine":
+                return 0.5 * (1.0 + math.cos(math.pi * done))
 
     @classmethod
     def of(cls, **settings: Any) -> TrainConfig:

@@ -117,6 +117,7 @@ class Trainer:
         scored, gains = session.judge(rollouts, self.algorithm)
         rows = train_rows(scored, gains, self.algorithm, config.max_length)
         metrics = count(rollouts, scored, gains) | self._thrown
+        session.policy.scale_learning_rate(config.decay(self.steps))
         if rows:
             metrics |= session.learn(rows, self.algorithm, config.epochs)
         self._empty_steps = 0 if rows else self._empty_steps + 1

@@ -18,17 +18,20 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from agl.errors import BackendError, ConfigError, NumericsError
 from agl.protocols import Algorithm, LossInputs
-from agl_trainer import algorithms, models
+from agl.records import Row
+from agl_trainer import algorithms, models, sharding
 from agl_trainer.adapters import FROZEN, SHARED, Adapters, refuse_other_settings
-from agl_trainer.batch.pack import MicroBatch
+from agl_trainer.batch.pack import MicroBatch, TrainRow, micro_batches
 from agl_trainer.config import TrainConfig
 from agl_trainer.critic import make_critic
 from agl_trainer.logprobs import LogprobModel, TokenOutputs
 from agl_trainer.ranks import Ranks
+from agl_trainer.recompute import checkpointed_layers, recomputing
 
 BAD_STEPS = 3
 """Steps in a row without a finite gradient after which training stops."""
@@ -72,6 +75,42 @@ _LAUNCHED = (
 """Settings of the launcher that would change nothing, or change what the loss means."""
 
 
+def _fsdp(config: TrainConfig, ranks: Ranks, device: torch.device) -> FullyShardedDataParallelPlugin | None:
+    """Accelerate's FSDP2 settings, where the launcher asks for FSDP.
+
+    Raises:
+        ConfigError: for what we would not do as asked.
+    """
+
+    def on(name: str) -> bool:
+        return os.environ.get(name, "false").lower() == "true"
+
+    if not on("ACCELERATE_USE_FSDP"):
+        return None
+    wrap = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+    refused = {
+        "it needs fsdp_version: 2": os.environ.get("FSDP_VERSION") != "2",
+        "it shards over several processes; start at least two": ranks.size == 1,
+        "it shards by decoder layers: set fsdp_auto_wrap_policy to TRANSFORMER_BASED_WRAP": wrap == "SIZE_BASED_WRAP"
+        or "FSDP_TRANSFORMER_CLS_TO_WRAP" in os.environ,
+        "every rank loads the model itself: set fsdp_cpu_ram_efficient_loading to false": on(
+            "FSDP_CPU_RAM_EFFICIENT_LOADING"
+        ),
+        "agl's own setting is activation_checkpointing=True: set fsdp_activation_checkpointing to false": on(
+            "FSDP_ACTIVATION_CHECKPOINTING"
+        ),
+        "on CPUs there is nothing to offload: set fsdp_offload_params to false": on("FSDP_OFFLOAD_PARAMS")
+        and device.type == "cpu",
+        "the embedded engine keeps the whole base of an adapter anyway, so lora_rank goes with data parallelism (no "
+        "FSDP); to serve a sharded model by vLLM is planned": config.lora_rank > 0,
+        "a critic is not sharded yet; use data parallelism, or an algorithm without one": "values"
+        in algorithms.needs(algorithms.make(config.algorithm)),
+    }
+    if wrong := [advice for advice, applies in refused.items() if applies]:
+        raise ConfigError(f"the launcher asks for FSDP: {'; '.join(wrong)} (docs/scale.md)")
+    return FullyShardedDataParallelPlugin()
+
+
 class Policy:
     """The model being trained. Generation and training share its weights and take turns by `lock`."""
 
@@ -96,6 +135,7 @@ class Policy:
         # Accelerate passes over a tracker whose package is missing.
         if lacking := {*config.trackers} - {"all"} - {str(tracker) for tracker in self.accelerator.log_with}:
             raise ConfigError(f"trackers={config.trackers!r}: the packages of {sorted(lacking)!r} are not installed")
+        fsdp = _fsdp(config, self.ranks, self.accelerator.device)
         set_seed(config.seed)
         refuse_other_settings(config)
         model, self.tokenizer = models.load(config.model, "float32" if mixed else config.precision)
@@ -108,13 +148,22 @@ class Policy:
         elif needs & {"ref_logprobs", "kl"} or config.unselected == "frozen":
             self._frozen_copy = copy.deepcopy(model).requires_grad_(False).eval().to(self.accelerator.device)
         # Dropout would make the trained probabilities differ from the sampled ones.
-        self.model: Any = model.eval().to(self.accelerator.device)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.model: Any = model.eval()
+        self.sharded = fsdp is not None
+        # Rank 0 generates with, and saves, whole weights of its own.
+        trained = copy.deepcopy(model) if self.sharded and self.ranks.leads else model
+        self.model.to(self.accelerator.device)
         self.critic = make_critic(self.model, algorithm) if "values" in needs else None
         self._critic_parameters = [p for p in self.critic.parameters() if p.requires_grad] if self.critic else []
         self._critic_rate = float(getattr(algorithm, "critic_learning_rate", config.learning_rate))
+        self._logprobs = LogprobModel(trained, self.critic)
+        self._recomputed = checkpointed_layers(self._logprobs) if config.activation_checkpointing else []
+        if fsdp is not None:
+            device, offload = self.accelerator.device, isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
+            reshard = bool(fsdp.reshard_after_forward)
+            sharding.shard(self._logprobs, device, self.ranks.size, reshard=reshard, offload=offload)
+        self.parameters = [p for p in trained.parameters() if p.requires_grad]
         self.optimizer = self.new_optimizer(config.learning_rate)
-        self._logprobs = LogprobModel(self.model, self.critic)
         self.lock = threading.RLock()
         self.version = 0
         self.stop_ids = frozenset(_stop_ids(model, self.tokenizer))
@@ -125,7 +174,15 @@ class Policy:
         groups: list[dict[str, Any]] = [{"params": self.parameters}]
         if self._critic_parameters:
             groups.append({"params": self._critic_parameters, "lr": self._critic_rate})
-        return torch.optim.AdamW(groups, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return optimizer
+
+    def scale_learning_rate(self, factor: float) -> None:
+        """Set every learning rate to this share of what it began with."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * group["initial_lr"]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that training computes in; the engine generates in the same."""
@@ -179,6 +236,14 @@ class Policy:
         with self.lock, torch.no_grad(), self.using(self.weights_of(batch.agent)):
             return self._forward(self._logprobs, batch, values=values)
 
+    def all_outputs(self, batches: Sequence[MicroBatch], *, values: bool = False) -> list[TokenOutputs]:
+        """`outputs` of each micro-batch of this rank; all ranks ask together, however many they have."""
+        missing = self._missing(batches)
+        found = [self.outputs(batch, values=values) for batch in batches]
+        with self.lock, torch.no_grad():
+            self._keep_company(missing)
+        return found
+
     def _forward(self, module: LogprobModel, batch: MicroBatch, **asked: bool) -> TokenOutputs:
         with self.autocast():
             return module(
@@ -212,14 +277,18 @@ class Policy:
         totals: dict[str, torch.Tensor] = {}
         with self.lock:
             self.optimizer.zero_grad()
-            with self.ranks.together():
+            missing = self._missing(batches)
+            # Ranks with shards meet inside every forward pass, and so cannot meet here when one of them fails.
+            with nullcontext() if self.sharded else self.ranks.together(), recomputing(self._recomputed):
                 for batch in batches:
                     with self.using(self.weights_of(batch.agent)):
                         loss, metrics = self._loss(batch.to(self.accelerator.device), algorithm)
-                        loss.backward()
+                        # FSDP2 averages over ranks; the weights of tokens did already.
+                        (loss * self.ranks.size if self.sharded else loss).backward()
                     whose = {f"agent/{batch.agent}/loss": loss.detach()} if batch.agent else {}
                     for name, value in {"loss": loss.detach(), **whose, **metrics}.items():
                         totals[name] = totals.get(name, torch.zeros_like(value)) + value
+                self._keep_company(missing)
             norms = {"grad_norm": 0.0} if only_critic else self._sum_and_clip_policy()
             if self._critic_parameters:  # clipped apart, so that a critic that errs does not hold the policy back
                 norms["critic_grad_norm"] = self._sum_and_clip(self._critic_parameters)
@@ -244,8 +313,20 @@ class Policy:
 
     def _sum_and_clip(self, parameters: Sequence[torch.nn.Parameter]) -> float:
         """Add up gradients over ranks and scale them down to ``max_grad_norm``; returns their norm before."""
-        self.ranks.add_up(parameters)
-        return float(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
+        if not self.sharded:
+            self.ranks.add_up(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+        return float(sharding.full(norm))
+
+    def _missing(self, batches: Sequence[MicroBatch]) -> int:
+        """How many passes of other ranks this one must take part in: shards are gathered by all at once."""
+        return max(self.ranks.gather(len(batches))) - len(batches) if self.sharded else 0
+
+    def _keep_company(self, missing: int) -> None:
+        for _ in range(missing):
+            logprobs = self._forward(self._logprobs, _NOTHING.to(self.accelerator.device)).logprobs
+            if logprobs.requires_grad:
+                (0 * logprobs.sum()).backward()
 
     def _loss(self, batch: MicroBatch, algorithm: Algorithm) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         needs = algorithms.needs(algorithm)
@@ -283,19 +364,26 @@ class Policy:
         before = self.fingerprint()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if grad_norm > 0 and self.fingerprint() == before:
+        if self.sharded:
+            sharding.collect(self.parameters, list(self.model.parameters()) if self.ranks.leads else None)
+        first = self.optimizer.param_groups[0]
+        fading = first["lr"] < first["initial_lr"] / 100  # the end of a schedule may be too small to be seen
+        if grad_norm > 0 and not fading and self.fingerprint() == before:
             raise BackendError(
                 f"an optimiser step with gradient norm {grad_norm:.3g} changed no weight: learning_rate "
-                f"{self.optimizer.param_groups[0]['lr']!r} is too small for {self.parameters[0].dtype}"
+                f"{first['lr']!r} is too small for {self.parameters[0].dtype}"
             )
 
     def fingerprint(self) -> str:
-        """A hash over samples of all trained parameters; equal weights give equal hashes."""
+        """A hash over samples of all trained parameters; equal weights give equal hashes. All ranks ask together."""
         digest = hashlib.sha256()
         for parameter in self.parameters:
-            flat = parameter.detach().reshape(-1)
+            flat = sharding.local(parameter.detach()).reshape(-1)
             digest.update(flat[:: max(1, flat.numel() // 256)].float().cpu().numpy().tobytes())
-        return digest.hexdigest()
+        digests = self.ranks.gather(digest.hexdigest())
+        if not self.sharded and len({*digests}) > 1:
+            raise BackendError(f"the ranks' weights have drifted apart (fingerprints {digests}); start the run again")
+        return hashlib.sha256("".join(digests).encode()).hexdigest() if self.sharded else digests[0]
 
     # ------------------------------------------------------------------------------------------------ keeping
 
@@ -326,6 +414,18 @@ class Policy:
         if self.config.trackers:
             self.accelerator.end_training()
         AcceleratorState._reset_state()  # one for the process, and it refuses to change
+
+
+_EMPTY_ROW = Row(
+    rollout="",
+    agent="",
+    token_ids=(0, 0),
+    sampled=(False, True),
+    logprobs=(0.0, 0.0),
+    temperatures=(1.0, 1.0),
+    transitions=(-1, 0),
+)
+(_NOTHING,) = micro_batches([TrainRow(_EMPTY_ROW, [0.0], [0.0])], 2)
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> Iterable[int]:

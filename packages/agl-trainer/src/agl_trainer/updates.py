@@ -96,12 +96,12 @@ def estimate(policy: Policy, batches: Sequence[MicroBatch], needs: AbstractSet[s
     values = "values" in needs
     # In a single pass the old logprobs are its own, and need no forward of their own.
     old = values or "kl" in needs or ("old_logprobs" in needs and passes > 1)
+    outputs = policy.all_outputs(batches, values=values) if old else []
     result: list[MicroBatch] = []
-    for batch in batches:
+    for place, batch in enumerate(batches):
         known: dict[str, Any] = {}
         if old:
-            outputs = policy.outputs(batch, values=values)
-            known |= {"old_logprobs": outputs.logprobs, "old_values": outputs.values}
+            known |= {"old_logprobs": outputs[place].logprobs, "old_values": outputs[place].values}
         if needs & {"ref_logprobs", "kl"}:
             known["ref_logprobs"] = policy.reference_logprobs(batch)
         result.append(replace(batch, **known))
