@@ -14,7 +14,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from agl.protocols import Algorithm
+from agl.errors import PluginError
+from agl.protocols import Algorithm, StepTokens, TokenAdvantages
 from agl.records import Reward, Rollout, Task
 from agl.transitions import build_rows
 from agl_trainer import algorithms, updates
@@ -170,6 +171,19 @@ def test_values_and_advantages_reach_their_tokens_in_every_layout(model_folder: 
         assert batch.returns is not None and batch.old_values is not None
         torch.testing.assert_close(batch.returns, batch.advantages + batch.old_values.double(), rtol=1e-5, atol=1e-5)
     assert got.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_an_algorithm_that_loses_tokens_is_told(model_folder: Path):
+    class Forgetful:
+        aggregation = "token"
+
+        def token_advantages(self, step: StepTokens) -> TokenAdvantages:
+            return TokenAdvantages(step.rewards[1:])
+
+    policy, _ = policy_with(model_folder, {"name": "grpo"})
+    rows = step_rows(policy)
+    with pytest.raises(PluginError, match=r"Forgetful.token_advantages gave 13 advantages for 14 sampled tokens"):
+        updates.token_advantages(policy, rows, updates.lay_out(policy, rows, policy.config), Forgetful())
 
 
 class Meeting:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from agl.errors import ConfigError
+from agl.errors import ConfigError, PluginError
 from agl.protocols import Algorithm, StepTokens, TokenAdvantages
 from agl.transitions import build_rows
 from agl_trainer import algorithms
@@ -115,6 +115,9 @@ def token_advantages(
 
     Returns:
         The micro-batches with their advantages and returns, and what is to be logged.
+
+    Raises:
+        PluginError: the algorithm gave more or fewer numbers than there are tokens.
     """
     needs = algorithms.needs(algorithm)
     size = sum(len(item.advantages) for item in rows)
@@ -129,6 +132,12 @@ def token_advantages(
         values=flat("old_values").tolist() if "values" in needs else None,
     )
     found: TokenAdvantages = algorithm.token_advantages(step)
+    for name, numbers in (("advantages", found.advantages), ("returns", found.returns)):
+        if numbers is not None and len(numbers) != size:
+            raise PluginError(
+                f"{type(algorithm).__name__}.token_advantages gave {len(numbers)} {name} for {size} sampled tokens; "
+                "return one for each"
+            )
     advantages = torch.tensor(found.advantages, dtype=torch.float64)
     metrics: dict[str, float] = {}
     result = [replace(batch, advantages=advantages[batch.index]) for batch in batches]
