@@ -19,26 +19,29 @@ Layout = Literal["auto", "tree", "packed", "padded"]
 class Cost:
     """What a forward and backward pass costs, in multiply-adds of its linear layers.
 
-    The factors were fitted on this project's CPU machine by ``benchmarks/learner.py cost`` (see there). They are
-    ratios, so they hold where attention and call overhead stand to matrix products as they do there.
+    The factors were fitted to 30 timings (three models, ten layouts, float32, one CPU core) by ``benchmarks/costs.py``,
+    which they miss by 5 % in the median and 30 % at most. They are ratios, so they hold where attention, elementwise
+    work and the start of a call stand to matrix products as they do there.
     """
 
     weights: float
-    """Of the linear layers: what one token costs."""
+    """Of the linear layers."""
+    width: float
+    """Layers times hidden size."""
     attended: float
     """Layers times heads times head size: the numbers that a pair of tokens multiplies."""
     layers: int
 
+    WIDTH = 4000.0
+    """Of one number of one token's states in one layer: norms, activations, residuals."""
     PAIR = 6.0
-    """Of one attended number for one pair of tokens, in the place of 14 / 6: exponentials and a slower kernel."""
-    CALL = 1e6
+    """Of one attended number for one pair of tokens. Multiply-adds alone would be 14 / 6."""
+    CALL = 1e7
     """Of one attention call in one layer."""
-    MERGE = 20.0
-    """Of one attended number of one query that two attention calls answer together."""
-    BATCH = 2e7
-    """Of one more micro-batch, in one layer: all its other calls."""
-    SWEEP = 12.0
-    """Of one more micro-batch, for each weight: its gradient is written and added."""
+    BATCH = 6e7
+    """Of one more micro-batch in one layer: all its other calls."""
+    SWEEP = 100.0
+    """Of one more micro-batch for each weight: its gradient is written, read and added."""
 
     @classmethod
     def of(cls, model: Any) -> Cost:
@@ -49,7 +52,8 @@ class Cost:
         embeddings = sum(p.numel() for p in decoder.get_input_embeddings().parameters())
         weights = sum(p.numel() for p in decoder.parameters()) - embeddings
         layers = config.num_hidden_layers
-        return cls(float(weights), float(layers * config.num_attention_heads * size), layers)
+        attended = float(layers * config.num_attention_heads * size)
+        return cls(float(weights), float(layers * config.hidden_size), attended, layers)
 
     @property
     def batch(self) -> float:
@@ -58,12 +62,10 @@ class Cost:
 
     def row(self, length: int, shared: int = 0) -> float:
         """Of a row, when the first ``shared`` tokens are there already."""
-        fresh = length - shared
+        tokens = (self.weights + self.WIDTH * self.width) * (length - shared)
         pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         calls = 2 if shared else 1
-        merged = fresh if shared else 0
-        attended = self.attended * (self.PAIR * pairs + self.MERGE * merged)
-        return self.weights * fresh + attended + self.CALL * self.layers * calls
+        return tokens + self.PAIR * self.attended * pairs + self.CALL * self.layers * calls
 
     def padded(self, lengths: Sequence[int], budget: int) -> float:
         """Of rows that are padded to the longest of their micro-batch."""
