@@ -6,7 +6,8 @@ AglError
 │   ├── SelectionError              optimize= names an agent that was never seen
 │   └── PluginError                 a misspelt hook, an unknown algorithm, a plugin that does not load
 └── RunError (RuntimeError)       it went wrong while running
-    ├── RewardError                 a reward that is missing, not a number, NaN or infinite
+    ├── RewardError                 a reward that is missing or not a number
+    │   └── NonFiniteReward           NaN or infinite
     ├── CaptureError                calls without tokens or logprobs; nothing to train on
     ├── BackendError                the engine died, or serves other weights than it should
     ├── ServerError                 the Lightning server refused a request or cannot be reached
@@ -43,7 +44,11 @@ class RunError(AglError, RuntimeError):
 
 
 class RewardError(RunError):
-    """A reward is missing, not a number, NaN or infinite."""
+    """A reward is missing or not a number."""
+
+
+class NonFiniteReward(RewardError):
+    """A reward is NaN or infinite."""
 
 
 class CaptureError(RunError):

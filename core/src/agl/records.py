@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-from agl.errors import CaptureError, RewardError, UsageError
+from agl.errors import CaptureError, NonFiniteReward, RewardError, UsageError
 
 Mode = Literal["train", "eval", "demo"]
 Outcome = Literal["ok", "agent_error", "infra_error", "timeout", "truncated"]
@@ -103,7 +103,7 @@ def as_number(name: str, value: Any) -> float:
 def check_finite(name: str, value: float) -> float:
     """Refuse NaN and infinity at the door."""
     if not math.isfinite(value):
-        raise RewardError(f"reward part {name!r} is {value!r}; a reward is a finite number, or None for unscored")
+        raise NonFiniteReward(f"reward part {name!r} is {value!r}; a reward is a finite number, or None for unscored")
     return value
 
 

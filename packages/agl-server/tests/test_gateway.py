@@ -256,7 +256,9 @@ async def test_a_client_that_leaves_stops_the_sampling(house: House, stream: boo
                     pass
 
         asking = asyncio.create_task(ask())
-        await asyncio.to_thread(model.wait, lambda: bool(model.exchanges and model.exchanges[0].tokens[0][3:]))
+        await asyncio.to_thread(
+            model.wait, lambda: any(exchange.tokens and exchange.tokens[0][3:] for exchange in model.exchanges)
+        )
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.to_thread(model.wait)

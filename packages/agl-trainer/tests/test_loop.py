@@ -446,7 +446,7 @@ def test_an_evaluation_may_be_repeated_under_one_name(train: Train):
     with trainer.session as session:
         for _ in range(3):
             assert session.evaluate("mine", _tasks()) is not None
-        ended = [session.services.run(session.services.client.collect(f"eval{n}"))[1] for n in (1, 2, 3)]
+        ended = [session.services.run(session.services.client.collect(f"eval{n}-v0"))[1] for n in (1, 2, 3)]
         assert list(map(len, ended)) == [2, 2, 2], "each time the agent ran anew"
 
 

@@ -20,9 +20,12 @@ PATH_KEYS = ("model", "output_dir")
 WARMUP_KEYS = ("demonstrate", "agents", "tasks", "steps", "batch", "learning_rate")
 
 
-def train(config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")]) -> None:
+def train(
+    config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")],
+    resume: Annotated[Path | None, typer.Option(help="Folder of an interrupted run, to go on where it stood.")] = None,
+) -> None:
     """Train the agent that a configuration file describes."""
-    trainer = trainer_from(config)
+    trainer = trainer_from(config, **({"resume": resume} if resume else {}))
     result = trainer.fit()
     if not trainer.session.ranks.leads:
         return
@@ -54,6 +57,17 @@ def _instead(model: str) -> dict[str, Any]:
     from agl_trainer.adapters import saved_adapters
 
     return {"model": model} if saved_adapters(model) else {"model": model, "lora_rank": 0, "adapters": "shared"}
+
+
+def replay(folder: Annotated[Path, typer.Argument(help="runs/.../refused/...")]) -> None:
+    """Find the rows of a refused step whose loss or gradient is not finite."""
+    from agl_trainer import numerics
+
+    culprits = numerics.replay(folder)
+    for culprit in culprits:
+        typer.echo(str(culprit))
+    if not culprits:
+        typer.echo("each row is finite on its own; only their sum is not")
 
 
 def trainer_from(path: Path, **overrides: Any) -> Any:

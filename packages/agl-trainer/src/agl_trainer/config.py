@@ -135,6 +135,10 @@ class TrainConfig(BaseModel):
     """Rollouts of each held-out task."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Order of tasks, sampling, new weights."""
+    checkpoint_every: int = Field(10, ge=0)
+    """Keep a checkpoint after so many steps, and at the end; with 0 a resumed run computes every step anew."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many of the last ones are kept, besides the one with the best held-out reward."""
     output_dir: Place = "runs"
     """Each run makes a folder in it."""
     trackers: list[str] = []
@@ -166,6 +170,13 @@ class TrainConfig(BaseModel):
                 return 1.0 - done
             case "cosine":
                 return 0.5 * (1.0 + math.cos(math.pi * done))
+
+    def public(self) -> dict[str, Any]:
+        """All settings as JSON, without secrets."""
+        settings = self.model_dump(mode="json")
+        if isinstance(self.unselected, Endpoint):
+            del settings["unselected"]["api_key"]
+        return settings
 
     @classmethod
     def of(cls, **settings: Any) -> TrainConfig:

@@ -17,7 +17,7 @@ from agl_trainer.batch.build import check_credit, count, train_rows
 from agl_trainer.batch.refill import fill
 from agl_trainer.config import TrainConfig
 from agl_trainer.session import Result, Session
-from agl_trainer.tasks import epochs, read_tasks
+from agl_trainer.tasks import epochs, fingerprint, read_tasks
 from agl_trainer.warmup import Warmup
 
 EMPTY_STEPS = 5
@@ -44,6 +44,7 @@ class Trainer:
         *,
         eval_tasks: Tasks | None = None,
         warmup: Warmup | None = None,
+        resume: str | Path | None = None,
         **settings: Any,
     ) -> None:
         """Check everything that can be checked before a model is loaded.
@@ -53,6 +54,7 @@ class Trainer:
             tasks: mappings, or a JSONL file of them.
             eval_tasks: held-out tasks, evaluated before, during and after.
             warmup: imitate a teacher first.
+            resume: folder of a run that was interrupted; this one goes on where it stood.
             settings: see `agl_trainer.config.TrainConfig`.
 
         Raises:
@@ -68,11 +70,13 @@ class Trainer:
         self.warmup = warmup
         self.algorithm: Algorithm = algorithms.make(self.config.algorithm)
         check_credit(self.algorithm, self.config)
-        self.session = Session(agent, self.config)
-        self.steps = 0
-        self._batches = 0
+        self.session = Session(agent, self.config, resume, fingerprint(self.tasks, self.eval_tasks, warmup))
         self._thrown: dict[str, float] = {}
-        self._empty_steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps of reinforcement learning so far."""
+        return self.session.position.steps
 
     @property
     def folder(self) -> Path:
@@ -82,51 +86,44 @@ class Trainer:
     def fit(self) -> Result:
         """Evaluate, warm up, train, evaluate, save."""
         with self.session as session:
-            session.evaluate("before", self.eval_tasks)
+            session.evaluate_once("before", self.eval_tasks)
             if self.warmup is not None:
                 self.warm_up(self.warmup)
-                session.evaluate("after warm-up", self.eval_tasks)
-            version = session.policy.version
+                session.evaluate_once("after warm-up", self.eval_tasks)
             for batch in self.batches():
                 self.step(batch)
                 if self.config.eval_every and self.steps % self.config.eval_every == 0 < self.config.steps - self.steps:
-                    session.evaluate(f"after step {self.steps}", self.eval_tasks)
-            if self.steps and session.policy.version == version:
+                    session.evaluate_once(f"after step {self.steps}", self.eval_tasks)
+            if self.steps and session.policy.version == session.position.began:
                 raise CaptureError(f"no step changed the weights: {NOTHING_TO_LEARN}")
-            session.evaluate("after", self.eval_tasks)
+            session.evaluate_once("after", self.eval_tasks)
             return session.result()
 
     def batches(self) -> Iterator[list[Rollout]]:
         """Scored rollouts for each step: ``tasks_per_step`` groups of ``group_size``, by the present policy."""
-        config = self.config
         with self.session as session:
-            draw = epochs(self.tasks, config.seed)
-
-            def play(groups: int) -> list[Rollout]:
-                self._batches += 1
-                return session.rollouts(f"batch{self._batches:05d}", list(islice(draw, groups)), config.group_size)
-
-            while self.steps < config.steps:
-                judge = partial(session.judge, algorithm=self.algorithm)
-                batch, self._thrown = fill(play, judge, config.tasks_per_step, config.refill)
+            play, judge = partial(session.draw, self.tasks), partial(session.judge, algorithm=self.algorithm)
+            while self.steps < self.config.steps:
+                batch, self._thrown = fill(play, judge, self.config.tasks_per_step, self.config.refill)
                 yield batch
+                session.checkpoint()
 
     def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One training step on scored rollouts; returns its metrics."""
-        config, session = self.config, self.session
+        config, session, position = self.config, self.session, self.session.position
         scored, gains = session.judge(rollouts, self.algorithm)
         rows = train_rows(scored, gains, self.algorithm, config.max_length)
         metrics = count(rollouts, scored, gains) | self._thrown
         session.policy.scale_learning_rate(config.decay(self.steps))
         if rows:
             metrics |= session.learn(rows, self.algorithm, config.epochs)
-        self._empty_steps = 0 if rows else self._empty_steps + 1
-        if self._empty_steps >= EMPTY_STEPS:
+        position.empty_steps = 0 if rows else position.empty_steps + 1
+        if position.empty_steps >= EMPTY_STEPS:
             raise CaptureError(
                 f"{EMPTY_STEPS} steps in a row changed no weight (mean reward {metrics['reward']:.3f}): "
                 f"{NOTHING_TO_LEARN}"
             )
-        self.steps += 1
+        position.steps += 1
         if self.steps == min(3, config.steps):
             session.selection.check(session.agents_seen)
         session.report(self.steps, metrics)
@@ -134,14 +131,20 @@ class Trainer:
 
     def warm_up(self, warmup: Warmup) -> None:
         """Supervised steps on demonstrated rollouts, with an optimiser of their own."""
-        session, config = self.session, self.config
+        session, config, position = self.session, self.config, self.session.position
+        if position.warmed == warmup.steps:
+            return  # the run was resumed after it
         tasks = read_tasks(warmup.tasks) if warmup.tasks is not None else self.tasks
         chosen = list(islice(epochs(tasks, config.seed), warmup.steps * warmup.batch))
         scored = session.demonstrations(chosen, warmup)
         with session.warm_up_optimizer(warmup.learning_rate or config.learning_rate):
-            for start in range(0, len(scored), warmup.batch):
+            for start in range(position.warmed * warmup.batch, len(scored), warmup.batch):
+                session.checkpoint()
                 part = scored[start : start + warmup.batch]
                 ones = [[1.0] * len(item.transitions) for item in part]
                 rows = train_rows(part, ones, SFT(), config.max_length)
                 if rows:  # none where no learner was called
                     session.report(start // warmup.batch + 1 - warmup.steps, session.learn(rows, SFT()))
+                position.warmed += 1
+        position.warmed, position.began = warmup.steps, session.policy.version
+        session.checkpoint()

@@ -37,11 +37,12 @@ def agl_register_backends(register: Register) -> None:
 
 @hookimpl
 def agl_register_commands(register: Register) -> None:
-    """Register ``agl train`` and ``agl eval``."""
+    """Register ``agl train``, ``agl eval`` and ``agl replay``."""
     from agl_trainer import commands
 
     register("train", commands.train)
     register("eval", commands.evaluate)
+    register("replay", commands.replay)
 
 
 def _transformers(policy: Any, config: Any) -> Any:

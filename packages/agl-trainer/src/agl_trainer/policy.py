@@ -34,7 +34,7 @@ from agl_trainer.ranks import Ranks
 from agl_trainer.recompute import checkpointed_layers, recomputing
 
 BAD_STEPS = 3
-"""Steps in a row without a finite gradient after which training stops."""
+"""Steps in a row that were refused after which training stops."""
 
 
 @cache
@@ -167,7 +167,21 @@ class Policy:
         self.lock = threading.RLock()
         self.version = 0
         self.stop_ids = frozenset(_stop_ids(model, self.tokenizer))
-        self._bad_steps = 0
+        self.bad_steps = 0
+        """Steps in a row that were refused."""
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Every parameter that the optimiser changes, by name; shards of it where it is sharded."""
+        named = [*self._logprobs.model.named_parameters()]
+        if self.critic is not None:
+            named += [(f"critic.{name}", parameter) for name, parameter in self.critic.named_parameters()]
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What else learning changes, by name."""
+        return {} if self.critic is None else {f"critic.{name}": value for name, value in self.critic.named_buffers()}
 
     def new_optimizer(self, learning_rate: float) -> Any:
         """A fresh AdamW over what is trained; the warm-up's moments do not leak into reinforcement learning."""
@@ -271,31 +285,43 @@ class Policy:
             only_critic: leave the policy as it is.
 
         Raises:
-            NumericsError: too many steps in a row had no finite gradient. Parameters are never touched by one.
+            NumericsError: too many steps in a row were refused. What is not finite never touches a parameter or moment.
             RunError: another rank failed.
         """
-        totals: dict[str, torch.Tensor] = {}
         with self.lock:
-            self.optimizer.zero_grad()
-            missing = self._missing(batches)
-            # Ranks with shards meet inside every forward pass, and so cannot meet here when one of them fails.
-            with nullcontext() if self.sharded else self.ranks.together(), recomputing(self._recomputed):
-                for batch in batches:
-                    with self.using(self.weights_of(batch.agent)):
-                        loss, metrics = self._loss(batch.to(self.accelerator.device), algorithm)
-                        # FSDP2 averages over ranks; the weights of tokens did already.
-                        (loss * self.ranks.size if self.sharded else loss).backward()
-                    whose = {f"agent/{batch.agent}/loss": loss.detach()} if batch.agent else {}
-                    for name, value in {"loss": loss.detach(), **whose, **metrics}.items():
-                        totals[name] = totals.get(name, torch.zeros_like(value)) + value
-                self._keep_company(missing)
-            norms = {"grad_norm": 0.0} if only_critic else self._sum_and_clip_policy()
-            if self._critic_parameters:  # clipped apart, so that a critic that errs does not hold the policy back
-                norms["critic_grad_norm"] = self._sum_and_clip(self._critic_parameters)
-            if only_critic:
-                for parameter in self.parameters:
-                    parameter.grad = None
-            self._apply(norms["grad_norm"], norms.get("critic_grad_norm", 0.0))
+            metrics = self.gradients(batches, algorithm, only_critic=only_critic)
+            watched = ("loss", "grad_norm", "critic_grad_norm")
+            broken = [f"{name} {metrics[name]}" for name in watched if not math.isfinite(metrics.get(name, 0.0))]
+            if broken:
+                self.refuse(", ".join(broken))
+                return metrics | {"refused": 1.0}
+            self._apply(metrics["grad_norm"])
+        return metrics
+
+    def gradients(
+        self, batches: Sequence[MicroBatch], algorithm: Algorithm, *, only_critic: bool = False
+    ) -> dict[str, float]:
+        """Gradients over all micro-batches, clipped and left in the parameters; arguments and result as of `update`."""
+        totals: dict[str, torch.Tensor] = {}
+        self.optimizer.zero_grad()
+        missing = self._missing(batches)
+        # Ranks with shards meet inside every forward pass, and so cannot meet here when one of them fails.
+        with nullcontext() if self.sharded else self.ranks.together(), recomputing(self._recomputed):
+            for batch in batches:
+                with self.using(self.weights_of(batch.agent)):
+                    loss, metrics = self._loss(batch.to(self.accelerator.device), algorithm)
+                    # FSDP2 averages over ranks; the weights of tokens did already.
+                    (loss * self.ranks.size if self.sharded else loss).backward()
+                whose = {f"agent/{batch.agent}/loss": loss.detach()} if batch.agent else {}
+                for name, value in {"loss": loss.detach(), **whose, **metrics}.items():
+                    totals[name] = totals.get(name, torch.zeros_like(value)) + value
+            self._keep_company(missing)
+        norms = {"grad_norm": 0.0} if only_critic else self._sum_and_clip_policy()
+        if self._critic_parameters:  # clipped apart, so that a critic that errs does not hold the policy back
+            norms["critic_grad_norm"] = self._sum_and_clip(self._critic_parameters)
+        if only_critic:
+            for parameter in self.parameters:
+                parameter.grad = None
         return self.ranks.total({name: float(value) for name, value in totals.items()}) | norms
 
     def _sum_and_clip_policy(self) -> dict[str, float]:
@@ -333,7 +359,9 @@ class Policy:
         asked = {name: name in needs for name in ("entropies", "values")}
         outputs = self._forward(self._logprobs, batch, **asked)
         logprobs, dtype = outputs.logprobs, outputs.logprobs.dtype
-        return algorithm.loss(
+        # A clip could hide it from the loss; a sum that is not finite refuses the step.
+        finite = torch.where(logprobs.detach().isfinite().all(), 0.0, math.nan)
+        loss, metrics = algorithm.loss(
             LossInputs(
                 logprobs=logprobs,
                 old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
@@ -348,24 +376,28 @@ class Policy:
                 returns=None if batch.returns is None else batch.returns.to(dtype),
             )
         )
+        return loss + finite.to(loss.dtype), metrics
 
-    def _apply(self, grad_norm: float, critic_grad_norm: float = 0.0) -> None:
-        norm = grad_norm + critic_grad_norm
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad()
-            self._bad_steps += 1
-            if self._bad_steps >= BAD_STEPS:
-                raise NumericsError(
-                    f"{self._bad_steps} steps in a row had a gradient that is not finite ({norm}); parameters were not "
-                    "touched. Lower learning_rate, or use precision='float32'"
-                )
-            return
-        self._bad_steps = 0
+    def refuse(self, reason: str) -> None:
+        """Make no step of the present gradients.
+
+        Raises:
+            NumericsError: it was one refusal too many in a row.
+        """
+        self.optimizer.zero_grad()
+        self.bad_steps += 1
+        if self.bad_steps >= BAD_STEPS:
+            raise NumericsError(
+                f"{self.bad_steps} steps in a row were not finite ({reason}); parameters were not touched. Replay the "
+                "batches that are kept in the run's folder, lower learning_rate, or use precision='float32'"
+            )
+
+    def _apply(self, grad_norm: float) -> None:
+        self.bad_steps = 0
         before = self.fingerprint()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.sharded:
-            sharding.collect(self.parameters, list(self.model.parameters()) if self.ranks.leads else None)
+        self.collect()
         first = self.optimizer.param_groups[0]
         fading = first["lr"] < first["initial_lr"] / 100  # the end of a schedule may be too small to be seen
         if grad_norm > 0 and not fading and self.fingerprint() == before:
@@ -373,6 +405,11 @@ class Policy:
                 f"an optimiser step with gradient norm {grad_norm:.3g} changed no weight: learning_rate "
                 f"{first['lr']!r} is too small for {self.parameters[0].dtype}"
             )
+
+    def collect(self) -> None:
+        """Rank 0 generates with whole weights: make them those of the shards. All ranks take part."""
+        if self.sharded:
+            sharding.collect(self.parameters, list(self.model.parameters()) if self.ranks.leads else None)
 
     def fingerprint(self) -> str:
         """A hash over samples of all trained parameters; equal weights give equal hashes. All ranks ask together."""

@@ -60,7 +60,9 @@ def agl_step_end(step: int, metrics: Mapping[str, float]) -> None:
     parts += [f"{label} {metrics[name]:.0f}" for name, label in odd.items() if metrics.get(name)]
     if "seconds" in metrics:
         parts.append(f"{metrics['seconds']:.1f} s")
-    if "loss" not in metrics:
+    if "refused" in metrics:
+        parts.append("refused: a number was not finite, and no weight was changed")
+    elif "loss" not in metrics:
         parts.append("nothing to learn: the rewards inside every group were equal")
     say(f"{'warm-up' if step <= 0 else 'step'} {step}: {', '.join(parts)}")
 

@@ -7,6 +7,7 @@ loop cannot keep the backend from answering. The server is a process of its own 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import secrets
@@ -81,6 +82,7 @@ class ServerProcess:
     def start(self) -> None:
         """Start, and wait until it listens."""
         self.home.mkdir(parents=True, exist_ok=True)
+        self._wait_for_predecessor()
         port = self.url.rsplit(":", 1)[-1] if self.url else "0"
         command = [sys.executable, "-m", "agl", "serve", "--home", str(self.home), "--port", port]
         # The server ends by itself when this process is gone, however it ended.
@@ -98,6 +100,16 @@ class ServerProcess:
             time.sleep(0.02)
         tail = (self.home / "server.log").read_text(errors="replace")[-500:]
         raise ServerError(f"the Lightning server did not start within {START_SECONDS:g} s; its log ends: {tail}")
+
+    def _wait_for_predecessor(self) -> None:
+        """The server of a trainer that was killed notices it within a second, and ends."""
+        deadline = time.monotonic() + START_SECONDS
+        with (self.home / "lock").open("a") as lock:
+            while time.monotonic() < deadline:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                time.sleep(0.05)
 
     def _read_address(self) -> str | None:
         try:
@@ -149,6 +161,8 @@ class Services:
         self._serving.run(self.backend.start())
         if self.server is None:
             self._refuse_busy_server()
+        # Of a trainer that was killed; whoever resumes it enqueues them again.
+        self._serving.run(self.client.withdraw(""))
         if self.config.workers == "external":
             return
         if self.config.workers:

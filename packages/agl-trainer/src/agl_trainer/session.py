@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from agl import endpoint, plugins
-from agl.errors import BackendError, CaptureError, ConfigError, UsageError
+from agl import endpoint, log, plugins
+from agl.errors import BackendError, CaptureError, ConfigError, NumericsError, UsageError
 from agl.protocols import AgentFunction, Algorithm, Backend
 from agl.records import Mode, Rollout, Task, Transition
 from agl.selection import Selection
 from agl.transitions import build_rows
-from agl_trainer import algorithms, card, updates
-from agl_trainer.batch.build import Scored, advantages, credited, score
+from agl_trainer import algorithms, card, checkpoint, numerics, updates
+from agl_trainer.batch.build import Scored, advantages, broken_rewards, credited, score
 from agl_trainer.batch.pack import TrainRow, micro_batches
+from agl_trainer.checkpoint import Position
 from agl_trainer.config import TrainConfig
 from agl_trainer.evaluate import Evaluation, Interval
 from agl_trainer.policy import Policy, join
 from agl_trainer.progress import Progress, say
 from agl_trainer.ranks import Ranks
 from agl_trainer.services import Services
-from agl_trainer.warmup import Demonstrator, Warmup
+from agl_trainer.tasks import epochs
+from agl_trainer.warmup import PLAYED, Demonstrator, Warmup
+
+RUN = "run.json"
+"""What makes the run what it is; a run that goes on with it must say the same."""
+CHECKPOINTS = "checkpoints"
+REFUSED = "refused"
 
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog, and then"
 CANARY_TOKENS = 8
@@ -85,18 +96,35 @@ class Session:
     """Of rank 0 alone, like the services."""
     services: Services
 
-    def __init__(self, agent: AgentFunction, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        agent: AgentFunction,
+        config: TrainConfig,
+        resume: str | Path | None = None,
+        content: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare; nothing is read or started before it is entered.
+
+        Args:
+            agent: which makes the rollouts.
+            config: all settings.
+            resume: folder of a run that was interrupted, to go on with.
+            content: what else makes this run what it is; it must be the same again when it is resumed.
+        """
         self.agent = agent
         self.config = config
         self.selection = Selection(config.optimize)
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        self.folder = Path(config.output_dir) / f"{stamp}-seed{config.seed}"
+        self.folder = Path(config.output_dir) / f"{stamp}-seed{config.seed}" if resume is None else Path(resume)
+        self.position = Position()
         self.agents_seen: set[str] = set()
         self.evaluations: dict[str, Evaluation] = {}
+        self._resumes = resume is not None
+        self._identity = {"settings": config.public(), **(content or {})}
         self._make_backend = plugins.backends().find(config.backend)
         self._depth = 0
-        self._evaluated = 0
-        self._step = 0
+        self._kept = 0
+        self._broken: list[str] = []
         self._since = 0.0
 
     def __enter__(self) -> Session:
@@ -111,23 +139,56 @@ class Session:
         """Start everything; the stack knows how to stop what was started, whatever fails."""
         stack.enter_context(_alone())
         self.ranks = join()
-        self.folder = self.ranks.lead(self._make_folder)
+        self.folder = self.ranks.lead(lambda: self._claim_folder(stack))
         self.policy = Policy(self.config, self.folder)
         stack.callback(self.policy.close)
+        if self._resumes:
+            self._restore()
         self.ranks.lead(lambda: self._serve(stack))
         self._canary()
         self.ranks.lead(lambda: self._announce(stack))
         self._since = time.monotonic()
 
-    def _make_folder(self) -> Path:
+    def _claim_folder(self, stack: ExitStack) -> Path:
+        """Make the run's folder, or take the one that is resumed; no other process may work in it."""
+        about = self.folder / RUN
+        if self._resumes:
+            try:
+                kept = json.loads(about.read_text())
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"resume={str(self.folder)!r} is no folder of a run: {about}: {error}") from error
+            if told := checkpoint.differences(kept, self._identity):
+                raise ConfigError(f"resume={str(self.folder)!r}: that run had other settings: {'; '.join(told)}")
+        else:
+            try:
+                self.folder.mkdir(parents=True)
+                about.write_text(json.dumps(self._identity, indent=1))
+            except FileExistsError:
+                raise UsageError(f"this Trainer has run already, into {self.folder}; make a new one") from None
+            except OSError as error:
+                place = f"output_dir={self.config.output_dir!r}"
+                raise ConfigError(f"{place}: cannot make {self.folder}: {error}") from error
+        lock = stack.enter_context((self.folder / "lock").open("w"))
         try:
-            self.folder.mkdir(parents=True)
-        except FileExistsError:
-            raise UsageError(f"this Trainer has run already, into {self.folder}; make a new one") from None
-        except OSError as error:
-            raise ConfigError(f"output_dir={self.config.output_dir!r}: cannot make {self.folder}: {error}") from error
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it ends
+        except BlockingIOError:
+            raise UsageError(f"another process trains in {self.folder}; wait for its end") from None
         say(f"this run is kept in {self.folder}")
         return self.folder
+
+    def _restore(self) -> None:
+        """Go back to the newest checkpoint, or to the beginning; finished rollouts of later steps are still there."""
+        folder = self.ranks.lead(lambda: checkpoint.newest(self.folder / CHECKPOINTS))
+        if folder is not None:
+            tensors, state = checkpoint.read(folder)
+            checkpoint.restore(self.policy, tensors, state["policy"])
+            self.position = Position(**state["position"])
+            self.agents_seen = set(self.position.agents_seen)
+            self.evaluations = {kept["name"]: Evaluation(**kept) for kept in self.position.evaluations}
+            self._kept = self.position.done
+        if self.ranks.leads:
+            log.rewind(self.folder, self.position.logged)
+            say(f"going on from {'the beginning' if folder is None else f'checkpoint {folder.name}'}")
 
     def _serve(self, stack: ExitStack) -> None:
         self.backend = self._make_backend(self.policy, self.config)
@@ -141,6 +202,8 @@ class Session:
         hooks = plugins.manager().hook
         stack.callback(hooks.agl_train_end, trainer=self)
         hooks.agl_train_start(trainer=self)
+        if self.policy.version:
+            hooks.agl_weights_updated(version=self.policy.version)
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -148,6 +211,15 @@ class Session:
             self._ending.close()
 
     # ----------------------------------------------------------------------------------------------- rollouts
+
+    def draw(self, tasks: Sequence[Task], count: int) -> list[Rollout]:
+        """Scored rollouts of the next so many tasks, in an order that the seed decides, each ``group_size`` times."""
+        position = self.position
+        order = epochs(tasks, self.config.seed)
+        chosen = list(islice(order, position.drawn, position.drawn + count))
+        position.drawn += count
+        position.batches += 1
+        return self.rollouts(f"batch{position.batches:05d}", chosen, self.config.group_size)
 
     def rollouts(self, batch: str, tasks: Sequence[Task], samples: int, mode: Mode = "train") -> list[Rollout]:
         """Run the agent ``samples`` times on every task and score what it did; every rank gets the rollouts."""
@@ -207,6 +279,7 @@ class Session:
     def judge(self, rollouts: Sequence[Rollout], algorithm: Algorithm) -> tuple[list[Scored], list[list[float]]]:
         """Credit and advantage of every call that is trained, of scored rollouts of one step."""
         config, needs = self.config, algorithms.needs(algorithm)
+        self._broken = broken_rewards(rollouts)
         # A critic learns when a reward came, which credit without a discount would not tell.
         discount = 1.0 if config.discount is None and "values" in needs else config.discount
         scored = credited(rollouts, self.selection, self.agents_seen, discount=discount, signals=config.signals)
@@ -216,27 +289,30 @@ class Session:
 
     def demonstrations(self, tasks: Sequence[Task], warmup: Warmup) -> list[Scored]:
         """Run the agent while the teacher answers its calls; what was only played is left out."""
-        rollouts, played = self.ranks.lead(lambda: self._play_teacher(tasks, warmup))
+        rollouts = self.ranks.lead(lambda: self._play_teacher(tasks, warmup))
         self.agents_seen |= {call.agent for rollout in rollouts for call in rollout.calls}
         learners = Selection(warmup.agents) if warmup.agents is not None else self.selection
         return [
-            Scored(item.rollout, [t for t in item.transitions if (t.rollout, t.prompt_ids) not in played])
+            Scored(item.rollout, [t for t in item.transitions if t.policy_version != PLAYED])
             for item in credited(rollouts, learners)
         ]
 
-    def _play_teacher(
-        self, tasks: Sequence[Task], warmup: Warmup
-    ) -> tuple[list[Rollout], set[tuple[str, tuple[int, ...]]]]:
+    def _play_teacher(self, tasks: Sequence[Task], warmup: Warmup) -> list[Rollout]:
         by_rollout = {self._rollout_id("demo", place, 0): task for place, task in enumerate(tasks)}
         engine = Demonstrator(self.policy.tokenizer, self.config.max_length, warmup, by_rollout)
         teacher = endpoint.serve_engine(engine)
         upstream = self.services.run(teacher.__aenter__())
         try:
             self.services.serve(self.policy.version, upstream)
-            return self._play("demo", tasks, 1, "demo"), engine.played
+            return self._play("demo", tasks, 1, "demo")
         finally:
             self.services.serve(self.policy.version)
             self.services.run(teacher.__aexit__(None, None, None))
+
+    def evaluate_once(self, name: str, tasks: Sequence[Task]) -> None:
+        """`evaluate`, unless the run did so before it was interrupted."""
+        if name not in self.evaluations:
+            self.evaluate(name, tasks)
 
     def evaluate(self, name: str, tasks: Sequence[Task]) -> Evaluation | None:
         """Run the agent on held-out tasks; they are never trained on. None when there are no tasks.
@@ -246,8 +322,10 @@ class Session:
         """
         if not tasks:
             return None
-        self._evaluated += 1
-        ended = self.rollouts(f"eval{self._evaluated}", tasks, self.config.eval_samples, "eval")
+        self.position.evaluated += 1
+        # The version keeps a run that is resumed with other settings from taking this one's rollouts for its own.
+        batch = f"eval{self.position.evaluated}-v{self.policy.version}"
+        ended = self.rollouts(batch, tasks, self.config.eval_samples, "eval")
         scored = [(rollout.task.id, rollout.returned) for rollout in ended if rollout.returned is not None]
         if not scored:
             errors = {rollout.error or f"outcome {rollout.outcome}, no reward returned" for rollout in ended}
@@ -264,19 +342,38 @@ class Session:
         )
         self.evaluations[name] = evaluation
         reward = evaluation.reward
+        self.position.reward = reward.mean
         metrics = {"eval/reward": reward.mean, "eval/low": reward.low, "eval/high": reward.high}
         metrics |= {f"eval/{part}": value for part, value in evaluation.parts.items()}
         metrics["eval/unscored"] = float(evaluation.unscored)
         said = f"held-out reward {name}: {reward} on {len(by_task)} tasks, {evaluation.unscored} unscored"
-        self.ranks.lead(lambda: (say(said), self._log(self._step, metrics)))
+        self.ranks.lead(lambda: (say(said), self._log(self.position.steps, metrics)))
         return evaluation
 
     # ------------------------------------------------------------------------------------------------ weights
 
     def learn(self, rows: Sequence[TrainRow], algorithm: Algorithm, passes: int = 1) -> dict[str, float]:
         """Optimiser steps on one batch, then the new weights go to the backend under the next version."""
+        if self._broken:
+            self._dump(rows, self._broken[0])
+            self.policy.refuse(self._broken[0])
+            return {"refused": 1.0}
         with self._new_weights():
-            return updates.learn(self.policy, rows, algorithm, self.config, passes)
+            try:
+                metrics = updates.learn(self.policy, rows, algorithm, self.config, passes)
+            except NumericsError as error:
+                self._dump(rows, str(error))
+                raise
+        if "refused" in metrics:
+            self._dump(rows, "its loss or gradient is not finite")
+        return metrics
+
+    def _dump(self, rows: Sequence[TrainRow], reason: str) -> None:
+        folder = self.folder / REFUSED / f"{self.position.done + 1:06d}"
+        weights, _ = checkpoint.capture(self.policy)
+        self.ranks.lead(lambda: numerics.dump(folder, rows, weights["weights"], self.policy, reason))
+        if self.ranks.leads:
+            say(f"a step was refused ({reason}); it is kept in {folder}, to be replayed by `agl replay`")
 
     @contextmanager
     def _new_weights(self) -> Generator[None]:
@@ -288,6 +385,7 @@ class Session:
             yield
             if policy.fingerprint() != before:
                 policy.version += 1
+                self.position.reward = None
                 ranks.lead(lambda: self.services.run(self.backend.update_weights(policy.version)))
                 self._canary()
                 ranks.lead(lambda: plugins.manager().hook.agl_weights_updated(version=policy.version))
@@ -326,10 +424,30 @@ class Session:
 
     @contextmanager
     def warm_up_optimizer(self, learning_rate: float) -> Generator[None]:
-        """Inside, the policy learns with a fresh optimiser; afterwards with another fresh one."""
-        self.policy.optimizer = self.policy.new_optimizer(learning_rate)
+        """Inside, the policy learns with an optimiser for it alone; afterwards with a fresh one."""
+        if not self.position.warmed:  # otherwise a checkpoint brought it
+            self.policy.optimizer = self.policy.new_optimizer(learning_rate)
         yield
         self.policy.optimizer = self.policy.new_optimizer(self.config.learning_rate)
+
+    def checkpoint(self) -> None:
+        """Keep all that the next step depends on, when it is time. To be called between two steps."""
+        position, every = self.position, self.config.checkpoint_every
+        last = position.steps == self.config.steps
+        if every and position.done > self._kept and (last or position.done % every == 0):
+            with self.policy.lock:
+                tensors, values = checkpoint.capture(self.policy)
+                self.ranks.lead(lambda: self._keep(tensors, values))
+            self._kept = position.done
+
+    def _keep(self, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        position, root = self.position, self.folder / CHECKPOINTS
+        position.logged = log.size(self.folder)
+        position.agents_seen = sorted(self.agents_seen)
+        position.evaluations = [asdict(evaluation) for evaluation in self.evaluations.values()]
+        state = {"position": asdict(position), "policy": values}
+        checkpoint.write(root, tensors, state, f"{position.done:06d}")
+        checkpoint.prune(root, self.config.keep_checkpoints)
 
     # ------------------------------------------------------------------------------------------------ records
 
@@ -338,7 +456,6 @@ class Session:
         now = time.monotonic()
         metrics["seconds"] = now - self._since
         self._since = now
-        self._step = max(step, 0)
         self.ranks.lead(lambda: self._tell(step, metrics))
 
     def _tell(self, step: int, metrics: dict[str, float]) -> None:

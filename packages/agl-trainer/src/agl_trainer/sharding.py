@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from agl.errors import ConfigError
 from agl_trainer.logprobs import LogprobModel
@@ -51,6 +52,13 @@ def collect(sharded: Sequence[Any], whole: Sequence[torch.Tensor] | None) -> Non
 def local(tensor: Any) -> torch.Tensor:
     """This rank's shard, or the tensor itself where it is whole."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def fill(tensor: Any, whole: torch.Tensor) -> None:
+    """Copy a whole tensor into this one, or into this rank's shard of it."""
+    if hasattr(tensor, "to_local"):
+        whole = distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements)
+    tensor.copy_(whole)
 
 
 def full(tensor: Any) -> torch.Tensor:

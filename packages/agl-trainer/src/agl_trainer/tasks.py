@@ -67,6 +67,20 @@ def _content_id(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def fingerprint(tasks: Sequence[Task], eval_tasks: Sequence[Task], warmup: Any) -> dict[str, Any]:
+    """What a resumed run must have the same of, besides its settings: the content of tasks, and of the warm-up."""
+    content = {"tasks": tasks, "eval_tasks": eval_tasks}
+    marks: dict[str, Any] = {
+        name: _content_id(json.dumps([[task.id, dict(task.data)] for task in some], sort_keys=True).encode())
+        for name, some in content.items()
+    }
+    if warmup is not None:
+        own = _content_id(json.dumps(list(map(dict, warmup.tasks or [])), sort_keys=True, default=str).encode())
+        agents = None if warmup.agents is None else list(warmup.agents)
+        marks["warmup"] = [warmup.steps, warmup.batch, warmup.learning_rate, agents, own]
+    return marks
+
+
 def epochs(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
     """All tasks in a new order each time round, for ever."""
     order = random.Random(seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from agl.errors import ConfigError, PluginError
+from agl.errors import ConfigError, NumericsError, PluginError
 from agl.protocols import Algorithm, StepTokens, TokenAdvantages
 from agl.transitions import build_rows
 from agl_trainer import algorithms
@@ -28,21 +28,27 @@ def learn(
     """``passes`` optimiser steps on all rows, of which each rank computes its share; returns the metrics of the last.
 
     Raises:
-        NumericsError: too many steps in a row had no finite gradient.
+        NumericsError: too many steps in a row were refused.
         ConfigError: an agent is to learn that has no adapter.
     """
     needs = algorithms.needs(algorithm)
     metrics: dict[str, float] = {}
     if hasattr(algorithm, "token_advantages"):
         batches = estimate(policy, lay_out(policy, rows, config), needs, passes)
-        batches, metrics = token_advantages(policy, rows, batches, algorithm)
+        try:
+            batches, metrics = token_advantages(policy, rows, batches, algorithm)
+        except NumericsError as error:  # on all ranks alike
+            policy.refuse(str(error))
+            return {"refused": 1.0}
     else:  # KL in the reward is in the advantages already; see `with_kl`
         batches = estimate(policy, lay_out(policy, rows, config), needs - {"kl"}, passes)
     critic = policy.critic if "values" in needs else None
     warming = critic is not None and int(critic.steps) < getattr(algorithm, "value_warmup", 0)
     for _ in range(passes):
         metrics |= policy.update(batches, algorithm, only_critic=warming)
-    if critic is not None:
+        if "refused" in metrics:
+            break
+    if critic is not None and "refused" not in metrics:
         critic.steps += 1
     computed = policy.ranks.gather(sum(batch.token_ids.numel() for batch in batches))
     metrics |= {"rows": float(len(rows))} | layout.counts(rows, sum(computed))

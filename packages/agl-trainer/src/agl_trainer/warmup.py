@@ -20,6 +20,10 @@ Demonstrate = Callable[[Mapping[str, Any], str, str], str]
 """``demonstrate(task, agent, prompt) -> answer``; the prompt is the rendered chat."""
 
 
+PLAYED = -1
+"""Policy version of an answer that is not to be learned: it is kept with the call, and so outlives this process."""
+
+
 class Played(str):
     """An answer that is played but not learned, such as a mistake for another agent to repair."""
 
@@ -71,8 +75,6 @@ class Demonstrator:
         self.parse = chat.parse
         self._demonstrate = warmup.demonstrate
         self._tasks = tasks
-        self.played: set[tuple[str, tuple[int, ...]]] = set()
-        """Rollout and prompt of every answer that is not to be learned."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Token]:
         """The teacher's answer, token by token, each with logprob 0: it was certain."""
@@ -85,13 +87,12 @@ class Demonstrator:
             raise UsageError(
                 f"demonstrate() returned {answer!r} for agent {agent!r} on task {task.id!r}; return a string"
             )
-        if isinstance(answer, Played):
-            self.played.add((rollout, tuple(prompt_ids)))
         ids = [*self.tokenizer.encode(answer, add_special_tokens=False), self.tokenizer.eos_token_id]
         if len(ids) > sampling.max_tokens:
             raise UsageError(
                 f"the demonstration for agent {agent!r} on task {task.id!r} has {len(ids)} tokens, but the agent asked "
                 f"for at most {sampling.max_tokens}"
             )
+        version = PLAYED if isinstance(answer, Played) else 0
         for place, token in enumerate(ids):
-            yield Token(token, 0.0, 0, "stop" if place == len(ids) - 1 else None)
+            yield Token(token, 0.0, version, "stop" if place == len(ids) - 1 else None)

@@ -11,7 +11,7 @@ from typing import get_args
 
 from agl import plugins
 from agl.credit import Baseline, agent_rewards
-from agl.errors import CaptureError, ConfigError
+from agl.errors import CaptureError, ConfigError, NonFiniteReward
 from agl.protocols import Algorithm
 from agl.records import Outcome, Reward, Rollout, Row, Transition, total_tokens
 from agl.selection import Selection
@@ -28,14 +28,25 @@ STATE_WEIGHT = 1.0
 
 
 async def score(rollout: Rollout) -> Rollout:
-    """The rollout with the reward that all reward hooks agree on; None stays None (unscored)."""
+    """The rollout with the reward that all reward hooks agree on; None stays None (unscored).
+
+    A reward that is not finite is none, and the rollout tells so as its error.
+    """
     if rollout.outcome != "ok":
         return replace(rollout, returned=None)
-    parts = await plugins.compute_reward(rollout)
+    try:
+        parts = await plugins.compute_reward(rollout)
+    except NonFiniteReward as error:
+        return replace(rollout, returned=None, error=str(error))
     agents = rollout.returned.agents if rollout.returned else {}
     if not parts and not agents:
         return replace(rollout, returned=None)
     return replace(rollout, returned=Reward(parts=parts, agents=agents))
+
+
+def broken_rewards(rollouts: Sequence[Rollout]) -> list[str]:
+    """What is wrong with the rewards of rollouts that ended well and have a reward that is not finite."""
+    return [f"rollout {r.id!r}: {r.error}" for r in rollouts if r.outcome == "ok" and r.returned is None and r.error]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,8 @@ def explain_emptiness(rollouts: Sequence[Rollout], selection: Selection) -> str:
         errors = Counter(rollout.error for rollout in rollouts if rollout.error)
         common = errors.most_common(1)[0] if errors else ("no error text", 0)
         return f"none of {len(rollouts)} rollouts ended well ({dict(outcomes)}); the commonest error: {common[0]}"
+    if broken := broken_rewards(rollouts):
+        return f"none of {len(rollouts)} rollouts has a reward; {broken[0]}"
     if all(rollout.returned is None for rollout in rollouts):
         return f"none of {len(rollouts)} rollouts has a reward: the agent function returned None; return a number"
     if not calls:
