@@ -107,19 +107,21 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the gateway beside its bare upstream and agentlightning 1.0.2 (``-- --quick`` for half a minute)."""
+    """Measure gateway, learner and time to reward beside released peers (``-- --quick`` for three minutes)."""
     install_workspace(session, "test")
-    session.run("python", "benchmarks/gateway.py", *session.posargs)
+    for name in ("gateway", "learner", "time_to_reward"):
+        session.run("python", f"benchmarks/{name}.py", *session.posargs)
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """Run every test, then the real demo for three seeds and the full benchmark."""
+    """Run every test, then the real demo for three seeds and the full benchmarks."""
     install_workspace(session, "test")
     session.run("pytest", *SPEED, *session.posargs)
     for seed in range(3):
         session.run("agl", "demo", "--seed", str(seed))
-    session.run("python", "benchmarks/gateway.py")
+    for name in ("gateway", "learner", "time_to_reward"):
+        session.run("python", f"benchmarks/{name}.py")
 
 
 # ---------------------------------------------------------------------------------------------- import rules

@@ -33,8 +33,9 @@ import aiohttp
 from agl.client import LightningClient
 from agl.records import Rollout, Task
 from agl.wire import PolicyState
+from peers import environment
 
-ROOT = Path(__file__).parent.parent
+ROOT = environment.ROOT
 RESULTS = ROOT / "benchmarks" / "results" / "gateway.json"
 PEER = "agentlightning==1.0.2"
 
@@ -255,8 +256,8 @@ class AgentLightning:
     name = PEER.replace("==", " ")
     streams = False
 
-    def __init__(self, environment: Path) -> None:
-        self.environment = environment
+    def __init__(self, python: Path) -> None:
+        self.python = python
         self.headers = {"content-type": "application/json", "authorization": "Bearer bench"}
         self.batch = 0
 
@@ -268,7 +269,7 @@ class AgentLightning:
         with tempfile.TemporaryDirectory() as folder:
             settings = [f"port={port}", "host=127.0.0.1", "key=bench", "default_proxy.model_name=policy"]
             command = [
-                self.environment / "bin" / "agl-server",
+                self.python.with_name("agl-server"),
                 *settings,
                 "hydra.run.dir=.",
                 "hydra.output_subdir=null",
@@ -313,22 +314,9 @@ def can_connect(port: int) -> bool | None:
 
 
 def peer_environment() -> Path | str:
-    """The peer's environment, made on the first run; or why there is none."""
-    environment = ROOT / ".nox" / PEER.replace("==", "-")
-    if (environment / "bin" / "agl-server").exists():
-        return environment
+    """The Python of the peer's environment, made on the first run; or why there is none."""
     python = peer_python()
-    if python is None:
-        return "it needs Python 3.12, and none was found here"
-    uv = shutil.which("uv") or Path(sys.executable).with_name("uv")
-    for command in (
-        [uv, "venv", "--quiet", "--python", python, environment],
-        [uv, "pip", "install", "--quiet", "--python", environment / "bin" / "python", PEER],
-    ):
-        if subprocess.run(command).returncode:
-            shutil.rmtree(environment, ignore_errors=True)
-            return f"`{' '.join(map(str, command))}` failed"
-    return environment
+    return "it needs Python 3.12, and none was found here" if python is None else environment.make(PEER, python=python)
 
 
 def peer_python() -> str | None:
@@ -397,16 +385,16 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="small loads")
-    parser.add_argument("--skip-peer", action="store_true", help=f"leave {PEER} out")
+    parser.add_argument("--without-peer", action="store_true", help=f"leave {PEER} out")
     arguments = parser.parse_args()
 
     systems: list[System] = [Direct(), Agl()]
-    if not arguments.skip_peer:
-        environment = peer_environment()
-        if isinstance(environment, Path):
-            systems.append(AgentLightning(environment))
+    if not arguments.without_peer:
+        python = peer_environment()
+        if isinstance(python, Path):
+            systems.append(AgentLightning(python))
         else:
-            print(f"{PEER} is not measured: {environment}", file=sys.stderr)
+            print(f"{PEER} is not measured: {python}", file=sys.stderr)
     figures = asyncio.run(measure(systems, QUICK if arguments.quick else FULL))
     print(*ratios(figures), sep="\n")
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "agl": version("agl")}

@@ -99,8 +99,12 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
+@functools.cache
 def http_library() -> Any:
-    """The HTTP library that the installed ``openai`` speaks: httpx2 since openai 3, httpx before."""
+    """The HTTP library that the installed ``openai`` speaks: httpx2 since openai 3, httpx before.
+
+    Asked once: to find a package's version reads its metadata from disk, which is a millisecond of every rollout.
+    """
     try:
         major = int(version("openai").split(".")[0])
     except PackageNotFoundError:
