@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -176,6 +178,83 @@ def test_the_longest_beginning_goes_on():
     assert ((1, 2, 3, 4, 5, 6), (-1, 0, -1, 1, -1, 3)) in got
 
 
+def test_parallel_calls_and_sub_agents_merge_each_into_its_own_row():
+    """Two conversations of one agent and one of a sub-agent, whose calls come in turn."""
+    starts: dict[str, list[int]] = {"left": [1, 7], "right": [1, 8], "sub": [1, 7]}
+    agents = {"left": "main", "right": "main", "sub": "sub"}
+    made: list[Transition] = []
+    for number in range(4):
+        for name, history in starts.items():
+            made.append(turn(history, [20 + number], agents[name]))
+            starts[name] = [*history, 20 + number, 30 + number]
+    rows = build_rows(made)
+    assert [(row.agent, sum(row.sampled)) for row in rows] == [("main", 4), ("main", 4), ("sub", 4)]
+    assert [row.token_ids for row in rows] == [tuple(history[:-1]) for history in starts.values()]
+
+
+def test_a_context_that_was_extended_is_extended_again_only_by_a_fork():
+    got = shapes([turn([1], [2]), turn([1, 2], [3]), turn([1, 2], [4]), turn([1, 2, 4], [5])])
+    assert got == [((1, 2, 3), (-1, 0, 1)), ((1, 2, 4, 5), (-1, -1, 2, 3))]
+
+
+def test_of_two_equal_contexts_each_goes_on_once():
+    got = shapes([turn([1], [2]), turn([1], [2]), turn([1, 2], [3]), turn([1, 2], [4])])
+    assert got == [((1, 2, 3), (-1, 0, 2)), ((1, 2, 4), (-1, 1, 3))]
+
+
+def merged_slowly(transitions: Sequence[Transition]) -> list[list[int]]:
+    """The merge rule written down as it reads: every call is held against every open context."""
+    chains: list[list[int]] = []
+    for index, one in enumerate(transitions):
+        best: list[int] | None = None
+        for chain in chains:
+            end = transitions[chain[-1]]
+            text = end.prompt_ids + end.response_ids
+            longer = best is None or len(text) > len(
+                transitions[best[-1]].prompt_ids + transitions[best[-1]].response_ids
+            )
+            if end.agent == one.agent and one.prompt_ids[: len(text)] == text and longer:
+                best = chain
+        if best is None:
+            chains.append([index])
+        else:
+            best.append(index)
+    return chains
+
+
+@given(st.integers(0, 100_000))
+def test_sorting_finds_what_holding_every_call_against_every_context_finds(seed: int):
+    made = walk(random.Random(seed), 12)
+    rows = build_rows(made)
+    got = [list(dict.fromkeys(index for index in row.transitions if index >= 0)) for row in rows]
+    assert got == merged_slowly(made)
+
+
+def test_a_long_conversation_is_merged_fast():
+    """200 turns of 100 tokens; and as many calls that share all but their last tokens."""
+    order = random.Random(0)
+    history: list[int] = []
+    made: list[Transition] = []
+    for _ in range(200):
+        history += [order.randrange(1000, 150_000) for _ in range(50)]
+        made.append(turn(history, [order.randrange(1000, 150_000) for _ in range(50)]))
+        history += made[-1].response_ids
+    forks = [turn([*history[:2000], number], [5]) for number in range(1000)]
+    assert len(build_rows(made)) == 1 and len(build_rows(forks)) == 1000
+    assert cpu_seconds(made) < 0.2
+    assert cpu_seconds(forks) < 2  # held against each other they would cost a thousand times the comparisons
+
+
+def cpu_seconds(made: Sequence[Transition]) -> float:
+    """The best of three, of this process alone: the machine may be busy."""
+    times: list[float] = []
+    for _ in range(3):
+        start = time.process_time()
+        build_rows(made)
+        times.append(time.process_time() - start)
+    return min(times)
+
+
 def test_logprobs_and_temperatures_travel_with_their_tokens():
     (row,) = build_rows([turn([1], [2]), turn([1, 2, 3], [4, 5])])
     assert row.sampled == (False, True, False, True, True)
@@ -183,18 +262,22 @@ def test_logprobs_and_temperatures_travel_with_their_tokens():
     assert row.temperatures == (1.0, 1.5, 1.0, 3.5, 3.5)
 
 
-@given(st.integers(0, 10_000))
-def test_whatever_an_agent_does_each_sampled_token_stands_once_under_its_own_prefix(seed: int):
-    """Random walks over a tree of conversations, with few different tokens so that prefixes meet by chance."""
-    order = random.Random(seed)
+def walk(order: random.Random, longest: int) -> list[Transition]:
+    """A random walk over a tree of conversations, with few different tokens so that prefixes meet by chance."""
     known: list[list[int]] = [[1]]
     made: list[Transition] = []
-    for _ in range(order.randrange(1, 9)):
+    for _ in range(order.randrange(1, longest)):
         start = order.choice(known)
         prompt = [*start, *(order.randrange(2) for _ in range(order.randrange(3)))]
         response = [order.randrange(2) for _ in range(order.randrange(1, 4))]
         made.append(turn(prompt, response, order.choice("ab")))
         known += [[*prompt, *response], prompt]
+    return made
+
+
+@given(st.integers(0, 10_000))
+def test_whatever_an_agent_does_each_sampled_token_stands_once_under_its_own_prefix(seed: int):
+    made = walk(random.Random(seed), 9)
     rows = build_rows(made)
     seen = {index: 0 for index in range(len(made))}
     for row in rows:

@@ -92,13 +92,15 @@ class ScriptedEngine:
         return ids + encode("<|im_start|>assistant\n")
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[dict[str, str]]]:
-        """Take the tool calls out of an answer; one that is no JSON stays in the content."""
+        """Take the tool calls out of an answer; one that is no JSON stays in the content, arguments as text stay so."""
         calls: list[dict[str, str]] = []
 
         def take(match: re.Match[str]) -> str:
             try:
                 call = json.loads(match[1])
-                calls.append({"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)})
+                arguments = call["arguments"]
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                calls.append({"name": call["name"], "arguments": text})
             except (ValueError, KeyError, TypeError):
                 return match[0]
             return ""
