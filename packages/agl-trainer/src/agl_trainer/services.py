@@ -32,7 +32,7 @@ from agl_trainer.config import Endpoint, TrainConfig
 from agl_trainer.progress import say
 
 T = TypeVar("T")
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 WATCH_SECONDS = 0.25
 CLOSE_SECONDS = 10.0
 
