@@ -3,6 +3,8 @@
     python benchmarks/learner.py                        # every part
     python benchmarks/learner.py step --quick           # one part, small: does it run?
 
+``layouts``: a pass over the same rows as trees, merged rows and a row for each call (`layouts`).
+``logprobs``: logprobs of sampled tokens beside a full log-softmax (`vocabulary`).
 ``step``: one optimiser step beside TRL's GRPO trainer on the same rows (`peers.update_step`).
 """
 
@@ -13,10 +15,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import layouts
+import vocabulary
 from peers import environment, update_step
 
 RESULTS = environment.ROOT / "benchmarks" / "results" / "learner.json"
-PARTS: dict[str, Callable[[bool, bool], dict[str, Any]]] = {"step": update_step.measure}
+PARTS: dict[str, Callable[[bool, bool], dict[str, Any]]] = {
+    "layouts": layouts.measure,
+    "logprobs": vocabulary.measure,
+    "step": update_step.measure,
+}
 """Each is called with (quick, with_peer) and returns what is kept under its name."""
 
 

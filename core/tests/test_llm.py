@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ async def test_closing_twice_is_closing_once(server: ModelServer):
 def test_the_http_library_is_the_one_that_the_installed_openai_speaks(
     monkeypatch: pytest.MonkeyPatch, version: str, library: str
 ):
-    monkeypatch.setattr(llm, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     try:
         assert llm.http_library.__wrapped__().__name__ == library  # without its cache
     except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -44,14 +45,42 @@ def list_plugins() -> None:
         typer.echo(f"{name:<12} {plugins.ORIGINS.get(name, 'built in'):<24} {', '.join(hooks)}")
 
 
+def worker(
+    agent: Annotated[str, typer.Argument(help="module:function or file.py:function")],
+    url: Annotated[str, typer.Option(envvar="AGL_URL", help="The Lightning server.")],
+    key: Annotated[str, typer.Option(envvar="AGL_KEY", help="Its key; better given by AGL_KEY than typed.")],
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at once.")] = 32,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one rollout may take.")] = 600.0,
+) -> None:
+    """Run agents for a Lightning server, in this process, until interrupted."""
+    import asyncio  # here and below, because `agl --help` has no use for them
+
+    from agl.client import LightningClient
+    from agl.processes import end_with_parent
+    from agl.runner import AsyncRunner, load_agent
+
+    end_with_parent()
+    sys.path.insert(0, os.getcwd())
+    function = load_agent(agent)
+
+    typer.echo(f"agl worker: runs {agent} for {url}; Ctrl-C ends it")
+
+    async def work() -> None:
+        async with LightningClient(url, key) as client:
+            await AsyncRunner(function, client, concurrency=concurrency, timeout=timeout).run()
+
+    try:
+        asyncio.run(work())
+    except KeyboardInterrupt:
+        typer.echo("agl worker: stopped")
+
+
 class CorePlugin:
     """The commands that the core itself brings."""
 
     @hookimpl
     def agl_register_commands(self, register: Register) -> None:
         """Register ``agl plugins`` and ``agl worker``."""
-        from agl.runner import worker
-
         register("plugins", list_plugins)
         register("worker", worker)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import ssl
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agl import plugins
 from agl.errors import UsageError
+
+if TYPE_CHECKING:
+    import ssl
 
 
 @dataclass(slots=True)
@@ -96,6 +97,8 @@ class LLM:
 @functools.cache
 def _tls() -> ssl.SSLContext:
     """One for all rollouts: loading the certificates takes 20 ms, which would be most of a short rollout."""
+    import ssl
+
     return ssl.create_default_context()
 
 
@@ -105,6 +108,8 @@ def http_library() -> Any:
 
     Asked once: to find a package's version reads its metadata from disk, which is a millisecond of every rollout.
     """
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         major = int(version("openai").split(".")[0])
     except PackageNotFoundError:

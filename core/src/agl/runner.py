@@ -20,14 +20,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from agl import plugins, scope
 from agl.errors import RewardError, ServerError, StaleAttempt, UsageError
 from agl.llm import LLM
-from agl.processes import end_with_parent
 from agl.protocols import AgentFunction
 from agl.records import Lease, Outcome, Reward
 from agl.selection import Selection
@@ -251,29 +248,3 @@ def _load_file(path: Path) -> Any:
     sys.modules[path.stem] = module
     specification.loader.exec_module(module)
     return module
-
-
-def worker(
-    agent: Annotated[str, typer.Argument(help="module:function or file.py:function")],
-    url: Annotated[str, typer.Option(envvar="AGL_URL", help="The Lightning server.")],
-    key: Annotated[str, typer.Option(envvar="AGL_KEY", help="Its key; better given by AGL_KEY than typed.")],
-    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at once.")] = 32,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one rollout may take.")] = 600.0,
-) -> None:
-    """Run agents for a Lightning server, in this process, until interrupted."""
-    end_with_parent()
-    sys.path.insert(0, os.getcwd())
-    function = load_agent(agent)
-
-    typer.echo(f"agl worker: runs {agent} for {url}; Ctrl-C ends it")
-
-    async def work() -> None:
-        from agl.client import LightningClient
-
-        async with LightningClient(url, key) as client:
-            await AsyncRunner(function, client, concurrency=concurrency, timeout=timeout).run()
-
-    try:
-        asyncio.run(work())
-    except KeyboardInterrupt:
-        typer.echo("agl worker: stopped")
