@@ -58,6 +58,7 @@ END = step("model_end", "x")
         pytest.param([call("a", "x")], [END], ["a"], id="labelled and ended"),
         pytest.param([call("a", "x")], [], [], id="labelled without an end: cancelled, timed out"),
         pytest.param([call("a", "x")], [step("model_error", "x")], [], id="the framework saw an error"),
+        pytest.param([call("a", "x")], [END, step("model_error", "x")], [], id="ended, and then thrown away"),
         pytest.param([call("a", "x")], [step("model_start", "x")], [], id="started only"),
         pytest.param([call("a", state="error")], [], [], id="the gateway saw an error"),
         pytest.param([call("a", state="client_gone")], [], [], id="the client left"),

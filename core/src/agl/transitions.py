@@ -1,9 +1,10 @@
 """The join rule (which calls count, and which caused what) and the merge rule (which share a training row).
 
 A call is a transition if and only if the gateway finished it **and**, where an adapter minted its id, the
-framework reported its end. Of an SDK's retries the highest counts. Cancelled, timed-out, abandoned, failed and
-cached calls are therefore no transitions. Calls without an id come from programs without an adapter and all count,
-but a retry takes the place of the call it repeats: its answer was lost on the way.
+framework reported its end and no error: a framework may throw away an answer that it had already taken. Of an SDK's
+retries the highest counts. Cancelled, timed-out, abandoned, failed and cached calls are therefore no transitions. Calls
+without an id come from programs without an adapter and all count, but a retry takes the place of the call it repeats:
+its answer was lost on the way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from agl.records import Call, Rollout, Row, Step, Transition, token_bytes
 @hookimpl(trylast=True)
 def agl_build_transitions(rollout: Rollout) -> Sequence[Transition]:
     """The join rule; one transition for every choice of every call that counts, in the order the calls started."""
-    ended = {step.call_id for step in rollout.steps if step.kind == "model_end"}
+    failed = {step.call_id for step in rollout.steps if step.kind == "model_error"}
+    ended = {step.call_id for step in rollout.steps if step.kind == "model_end"} - failed
     agents = {step.call_id: step.agent for step in rollout.steps if step.kind == "model_start" and step.agent}
     last: dict[str, Call] = {}
     unlabelled: list[Call] = []

@@ -55,6 +55,8 @@ async def test_an_attempts_key_opens_its_own_model_calls_and_steps_and_nothing_e
         "/healthz",
         "/api/rollouts/rollout-1/1/steps",
         f"{run}/v1/chat/completions",
+        f"{run}/v1/responses",
+        f"{run}/a/x/v1/responses",
         f"{run}/v1/models",
         f"{run}/a/x/v1/chat/completions",
         f"{run}/a/x/v1/models",

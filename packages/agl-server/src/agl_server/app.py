@@ -64,9 +64,12 @@ def create_app(store: ServerStore, key: str, host: str = "127.0.0.1", sweep_seco
     routes = [
         _route("POST", run + "/v1/chat/completions", attempt, gateway.chat),
         _route("POST", run + "/a/{agent}/v1/chat/completions", attempt, gateway.chat),
+        _route("POST", run + "/v1/responses", attempt, gateway.responses),
+        _route("POST", run + "/a/{agent}/v1/responses", attempt, gateway.responses),
         _route("GET", run + "/v1/models", attempt, gateway.models),
         _route("GET", run + "/a/{agent}/v1/models", attempt, gateway.models),
         _route("POST", "/v1/chat/completions", admin, gateway.chat),
+        _route("POST", "/v1/responses", admin, gateway.responses),
         _route("GET", "/v1/models", admin, gateway.models),
         _route("POST", "/api/lease", admin, api.lease),
         _route("POST", "/api/withdraw", admin, api.withdraw),

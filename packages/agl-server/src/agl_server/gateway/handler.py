@@ -14,7 +14,9 @@ import orjson
 from agl.errors import CaptureError, StaleAttempt
 from agl.records import Call, CallState
 from agl_server.gateway import events
-from agl_server.gateway.request import ModelRequest, read
+from agl_server.gateway.forms import ChatForm, Form, ResponseForm
+from agl_server.gateway.request import ModelRequest, Translate, read
+from agl_server.gateway.responses import as_chat
 from agl_server.gateway.sampled import Sampled
 from agl_server.gateway.target import Target, choose
 from agl_server.http import ClientGone, Headers, Refused, Request, refusal_of, retry_after
@@ -32,11 +34,12 @@ KEEP_ALIVE = 4.0
 class Exchange:
     """What is known of one call so far."""
 
-    __slots__ = ("attempt", "id", "request", "sampled", "started", "target")
+    __slots__ = ("attempt", "form", "id", "request", "sampled", "started", "target")
 
     def __init__(self, request: ModelRequest, attempt: LiveAttempt | None) -> None:
         self.id = uuid.uuid4().hex
         self.request = request
+        self.form: Form = ChatForm() if request.response is None else ResponseForm(request.response, self.id)
         self.attempt = attempt
         self.started = time.time()
         self.target: Target | None = None
@@ -84,6 +87,13 @@ class Gateway:
 
     async def chat(self, request: Request) -> None:
         """``POST .../v1/chat/completions``."""
+        await self._serve(request, None)
+
+    async def responses(self, request: Request) -> None:
+        """``POST .../v1/responses``: a chat completion in another form."""
+        await self._serve(request, as_chat)
+
+    async def _serve(self, request: Request, translate: Translate | None) -> None:
         if self._in_flight >= MOST_IN_FLIGHT:
             raise Refused(429, f"{MOST_IN_FLIGHT} calls are under way", code="busy", headers=retry_after(1))
         self._in_flight += 1
@@ -91,7 +101,7 @@ class Gateway:
             attempt = None
             if "rollout" in request.params:
                 attempt = await self._queue.live(*request.attempt())
-            exchange = Exchange(await read(request), attempt)
+            exchange = Exchange(await read(request, translate), attempt)
             await (self._stream if exchange.request.stream else self._whole)(request, exchange)
         finally:
             self._in_flight -= 1
@@ -106,7 +116,7 @@ class Gateway:
             assert exchange.sampled is not None
             exchange.sampled.take(message)
             await self._keep(exchange)
-        await request.answer(orjson.dumps(message), headers=exchange.headers)
+        await request.answer(orjson.dumps(exchange.form.whole(message)), headers=exchange.headers)
 
     # --------------------------------------------------------------------------------------------------- streams
 
@@ -118,7 +128,7 @@ class Gateway:
                     assert exchange.sampled is not None
                     held: list[bytes] = []
                     async for batch in events.read_events(response.content):
-                        parts = [_chunk(data, exchange.sampled, held) for data in batch]
+                        parts = [_chunk(data, exchange, held) for data in batch]
                         if not begun:
                             exchange.sampled.check_prompt()  # while the answer can still be a refusal
                             await request.begin_stream(exchange.headers)
@@ -132,9 +142,9 @@ class Gateway:
             refusal = refusal_of(error)
             if not begun or refusal is None:
                 raise
-            await request.send_part(b"data: " + refusal.body() + b"\n\n", last=True)
+            await request.send_part(exchange.form.failure(refusal), last=True)
             return
-        await request.send_part(b"".join(held) + events.end(), last=True)
+        await request.send_part(b"".join(held) + exchange.form.end(), last=True)
 
     # ---------------------------------------------------------------------------------------------------- shared
 
@@ -237,7 +247,7 @@ def _object(content: bytes) -> dict[str, Any]:
     return message
 
 
-def _chunk(data: bytes, sampled: Sampled, held: list[bytes]) -> bytes:
+def _chunk(data: bytes, exchange: Exchange, held: list[bytes]) -> bytes:
     """What of an event may be passed on now; what ends the answer is held back until the call is kept."""
     if data == events.DONE:
         return b""
@@ -246,20 +256,13 @@ def _chunk(data: bytes, sampled: Sampled, held: list[bytes]) -> bytes:
         error = message["error"]
         text = error.get("message") if isinstance(error, dict) else error
         raise _unavailable(f"the upstream failed while it answered: {text}")
-    sampled.take(message)
-    if sampled.complete:
-        held.append(events.event(message))
+    assert exchange.sampled is not None
+    exchange.sampled.take(message)
+    part = exchange.form.part(message)
+    if exchange.sampled.complete:
+        held.append(part)
         return b""
-    return events.event(message) if _says_something(message) else b""
-
-
-def _says_something(chunk: dict[str, Any]) -> bool:
-    """Whether anything is left of a chunk; the upstream sends some for their tokens alone."""
-    choices = chunk.get("choices")
-    return not choices or any(
-        choice.get("delta") or choice.get("finish_reason") or choice.get("logprobs") or choice.get("token_ids")
-        for choice in choices
-    )
+    return part
 
 
 def _refused_upstream(response: aiohttp.ClientResponse, content: bytes) -> Refused:

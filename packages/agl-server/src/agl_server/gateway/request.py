@@ -26,11 +26,13 @@ class ModelRequest:
     """One chat completion request."""
 
     body: dict[str, Any]
-    """As the client sent it, without our labels."""
+    """As the client sent it, without our labels; a request for a response is translated."""
     call_id: str | None
     agent: str
     parent: str | None
     retry: int
+    response: dict[str, Any] | None = None
+    """The body as the client sent it, where it asked for a response and not for a chat completion."""
 
     @property
     def model(self) -> str | None:
@@ -43,8 +45,16 @@ class ModelRequest:
         return self.body.get("stream") is True
 
 
-async def read(request: Request) -> ModelRequest:
+Translate = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes the body of a chat completion from that of another API."""
+
+
+async def read(request: Request, translate: Translate | None = None) -> ModelRequest:
     """Read and check a request.
+
+    Args:
+        request: its body is read.
+        translate: makes it a chat completion, where it is something else.
 
     Raises:
         Refused: 400 with the path of the field that is wrong, or 413.
@@ -55,13 +65,16 @@ async def read(request: Request) -> ModelRequest:
     parent = _label(request, body, b"x-agl-parent", "agl_parent")
     if "agent" in request.params:
         agent = _checked(request.params["agent"], "the agent in the URL")
+    response = None
+    if translate is not None:
+        response, body = body, translate(body)
     for name, check in CHECKS.items():
         value = body.get(name)
         if value is not None and (complaint := check(value)) is not None:
             raise _bad(name, f"{complaint}, not {shorten(value)}")
     check_messages(body.get("messages"))
     retry = request.headers.get(b"x-stainless-retry-count", b"0")
-    return ModelRequest(body, call_id, agent or "main", parent, int(retry[:9]) if retry.isdigit() else 0)
+    return ModelRequest(body, call_id, agent or "main", parent, int(retry[:9]) if retry.isdigit() else 0, response)
 
 
 def parse(content: bytes) -> dict[str, Any]:
