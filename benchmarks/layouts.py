@@ -131,7 +131,7 @@ def measure(quick: bool, with_peer: bool = True) -> dict[str, Any]:
             assert all(abs(loss - first) < (0.05 if half else 1e-4) for loss in losses.values()), losses
             wall: dict[str, list[float]] = {way: [] for way in ways}
             busy: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(1 if quick else 3):
+            for _ in range(1 if quick else 5):
                 for way, batches in ways.items():
                     start, used = time.perf_counter(), time.process_time()
                     learn(module, batches, half)
