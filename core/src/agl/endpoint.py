@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl.chat import BadRequest, ChatRequest
+from agl.continuation import Chat, Context, Continuations, Extender, ShownDifferently
 from agl.detokenizer import Detokenizer
 from agl.errors import UsageError
 from agl.protocols import Engine, Sampling, Token
@@ -71,11 +72,16 @@ class Job:
     request: ChatRequest
     id: str
     model: str
+    messages: list[dict[str, Any]]
     prompt_ids: list[int]
+    context: Context
+    before: Chat | None
+    """The chat that the prompt extends."""
     tools: list[dict[str, Any]] | None
     sampling: list[Sampling]
     """One for each choice."""
     created: int
+    rollout: str | None
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and every chunk begins with."""
@@ -138,6 +144,7 @@ class ChatCompletions:
         self._engine = engine
         self._model = model
         self._token_texts: dict[int, str] = {}
+        self._chats = Continuations()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -165,7 +172,12 @@ class ChatCompletions:
                 f"no model is named {model!r}; there are {known}", "model", code="model_not_found", status=404
             )
         tools = request.allowed_tools()
-        prompt_ids = self._engine.render([message.rendered() for message in request.messages], tools)
+        messages = [message.rendered() for message in request.messages]
+        labels = {
+            name: unquote(value) for name in ("rollout", "agent") if (value := headers.get(f"x-agl-{name}")) is not None
+        }
+        rollout = labels.get("rollout")
+        prompt_ids, context, before = self._prompt(rollout, messages, tools)
         room = self._engine.max_length - len(prompt_ids)
         asked = request.max_completion_tokens or request.max_tokens
         if room < (asked or 1):
@@ -175,9 +187,6 @@ class ChatCompletions:
                 "messages" if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
-        labels = {
-            name: unquote(value) for name in ("rollout", "agent") if (value := headers.get(f"x-agl-{name}")) is not None
-        }
         sampling = [
             Sampling(
                 max_tokens=asked or room,
@@ -195,11 +204,28 @@ class ChatCompletions:
             request=request,
             id=f"chatcmpl-{headers.get('x-request-id') or uuid.uuid4().hex}",
             model=model,
+            messages=messages,
             prompt_ids=prompt_ids,
+            context=context,
+            before=before,
             tools=tools,
             sampling=sampling,
             created=int(time.time()),
+            rollout=rollout,
         )
+
+    def _prompt(
+        self, rollout: str | None, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], Context, Chat | None]:
+        """The prompt's tokens: sampled ones where the chat goes on from an answer, rendered ones for the rest."""
+        chat, context = (None, "rendered") if rollout is None else self._chats.find(rollout, messages, tools)
+        if chat is not None and hasattr(self._engine, "extend"):
+            engine = cast("Extender", self._engine)
+            try:
+                return engine.extend(chat.tokens(), chat.place, messages, tools), "extended", chat
+            except ShownDifferently:
+                context = "template"
+        return self._engine.render(messages, tools), context, None
 
     # ---------------------------------------------------------------------------------------------- one answer
 
@@ -210,6 +236,7 @@ class ChatCompletions:
         body["choices"] = [self._choice(job, answer) for answer in answers]
         body["usage"] = job.usage(answers)
         body["weight_version"] = _oldest(answers)
+        body["context"] = job.context
         if job.request.return_token_ids:
             body["prompt_token_ids"] = job.prompt_ids
         return JSONResponse(body)
@@ -265,6 +292,7 @@ class ChatCompletions:
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if tool_calls:
             message |= {"content": content or None, "tool_calls": tool_calls}
+        self._keep(job, answer, message)
         choice: dict[str, Any] = {
             "index": answer.index,
             "message": message,
@@ -275,6 +303,11 @@ class ChatCompletions:
         if job.request.return_token_ids:
             choice["token_ids"] = answer.ids
         return choice
+
+    def _keep(self, job: Job, answer: Answer, message: Mapping[str, Any]) -> None:
+        if job.rollout is not None:
+            tokens = [*job.prompt_ids, *answer.ids]
+            self._chats.keep(job.rollout, job.messages, job.tools, message, tokens, job.before)
 
     # ------------------------------------------------------------------------------------------- streamed answer
 
@@ -298,6 +331,7 @@ class ChatCompletions:
         if len(answer.ids) != 1:
             return
         first = self._chunk(job, answer, {"role": "assistant", "content": ""}, last_tokens=0)
+        first["context"] = job.context
         if job.request.return_token_ids:
             first["prompt_token_ids"] = job.prompt_ids
         await events.send(first)
@@ -308,6 +342,8 @@ class ChatCompletions:
         parsed, tool_calls, finish_reason = self._message(job, answer)
         if job.tools:
             content = parsed
+        said = parsed if job.tools else answer.text.text
+        self._keep(job, answer, {"role": "assistant", "content": said, "tool_calls": tool_calls})
         delta: dict[str, Any] = {"content": content} if content else {}
         if tool_calls:
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(tool_calls)]

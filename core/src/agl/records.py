@@ -147,6 +147,8 @@ class Call:
     """Which model answered: ``policy``, ``frozen``, or the name at the user's own endpoint."""
     temperature: float = 1.0
     policy_version: int | None = None
+    context: str | None = None
+    """How the backend made the prompt, where it tells: see `agl.continuation.Context`."""
     prompt_ids: tuple[int, ...] = ()
     choices: tuple[Choice, ...] = ()
     started: float = 0.0

@@ -306,6 +306,14 @@ async def test_requests_are_held_while_weights_are_updated_and_never_refused(hou
     assert [call.policy_version for call in await house.calls(lease)] == [5, 5, 5]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_how_the_prompt_was_made_is_kept_and_not_shown_to_the_agent(house: House, stream: bool):
+    lease = await house.lease()
+    answer = await (house.stream if stream else house.chat)(lease)
+    assert "'context'" not in repr(answer)
+    assert [call.context for call in await house.calls(lease)] == ["rendered"]
+
+
 async def test_the_version_that_the_backend_tells_wins(house: House):
     lease = await house.lease()
     await house.serve_policy(version=4)

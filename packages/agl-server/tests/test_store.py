@@ -264,6 +264,7 @@ async def test_calls_come_back_to_the_last_bit(store: SqliteStore):
             model="policy",
             temperature=0.1 + 0.2,
             policy_version=7,
+            context="extended",
             prompt_ids=(5, 0, 2**31 - 1),
             choices=(
                 Choice(response_ids=(1, 2), logprobs=(-1e-300, -0.1), finish_reason="stop"),
@@ -375,6 +376,21 @@ async def test_only_the_owner_can_read_the_store(store: SqliteStore, tmp_path: P
     await enqueue(store, "r")
     for path in tmp_path.glob("store.sqlite*"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+async def test_a_file_of_the_first_schema_is_taken_along(tmp_path: Path):
+    path = tmp_path / "x.sqlite"
+    await SqliteStore(path).close()
+    connection = sqlite3.connect(path)
+    connection.executescript("ALTER TABLE calls DROP COLUMN context; PRAGMA user_version = 1")
+    connection.close()
+    store = SqliteStore(path)
+    await enqueue(store, "r")
+    await store.lease("w", 1, 60)
+    await store.add_call(new_call("first", context="rendered"))
+    rollout = await store.rollout("r")
+    assert rollout is not None and [call.context for call in rollout.calls] == ["rendered"]
+    await store.close()
 
 
 async def test_a_file_of_a_newer_agl_is_refused_and_left_alone(tmp_path: Path):

@@ -8,12 +8,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from agl.continuation import ShownDifferently
 from agl.errors import UsageError
 
 HERMES_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 """Tool calls of the Hermes, Qwen and SmolLM families."""
+TAGGED_CALL = re.compile(r"\s*<tool_call>\s*(?P<call>.*?)\s*</tool_call>\s*", re.DOTALL)
+"""The same in a whole chat, with the space around, which is the template's."""
+BARE_CALL = re.compile(
+    r"(?<=<\|end_header_id\|>\n\n)(?:<\|python_tag\|>)?(?P<call>\{(?:(?!<\|).)*\})(?=<\|eo[tm]_id\|>|$)", re.DOTALL
+)
+"""A tool call of the Llama 3 family in a whole chat: all that a message says."""
 PYTHON_TAG = "<|python_tag|>"
 """Precedes a tool call of the Llama 3 family."""
+
+MARK = "\ue000answer\ue001"
+"""Of a private-use character, so that no text contains it."""
 
 TOOLS_HEAD = (
     "You can call these functions. To call one, answer with\n"
@@ -43,13 +53,50 @@ class ChatFormat:
         Raises:
             UsageError: the template refuses the messages.
         """
+        return self._apply(messages, tools, tokenize=True)
+
+    def extend(
+        self,
+        known: Sequence[int],
+        place: int,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> list[int]:
+        """Prompt token ids of a chat whose messages up to the answer at ``place`` are known as tokens.
+
+        What the template writes after that answer is found by putting a mark in the answer's place. The known tokens
+        must read as the template would write them, but for the spaces and the order of fields in tool calls.
+
+        Raises:
+            ShownDifferently: they do not.
+        """
+        whole: str = self._apply(messages, tools, tokenize=False)
+        marked = [*messages[:place], {"role": "assistant", "content": MARK}, *messages[place + 1 :]]
+        parts = self._apply(marked, tools, tokenize=False).split(MARK)
+        rest: str = parts[-1]
+        known = list(known)
+        last = self.tokenizer.decode(known[-1:])
+        ended = known[-1] in self.tokenizer.all_special_ids and rest.startswith(last)
+        shown = whole.removesuffix(rest) + (last if ended else "")
+        if len(parts) != 2 or not whole.endswith(rest) or _alike(self.tokenizer.decode(known)) != _alike(shown):
+            raise ShownDifferently
+        rest = rest.removeprefix(last) if ended else rest
+        return known + self.tokenizer(rest, add_special_tokens=False)["input_ids"]
+
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, tokenize: bool
+    ) -> Any:
         chat = [_plain(message) for message in messages]
         if not self._native_tools:
             chat = _tools_as_text(chat, tools)
             tools = None
         try:
             return self.tokenizer.apply_chat_template(
-                chat, tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
+                chat,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                tokenize=tokenize,
+                return_dict=False,
             )
         except Exception as error:  # templates raise whatever they like: jinja errors, KeyError, TypeError
             raise UsageError(f"messages: the model's chat template refuses them: {error}") from error
@@ -67,7 +114,21 @@ class ChatFormat:
         return HERMES_CALL.sub("", text).strip(), [call for call in calls if call]
 
 
-def _call_of(text: str) -> dict[str, str] | None:
+def _alike(text: str) -> str:
+    """The text with every tool call that parses written in one way."""
+
+    def written(match: re.Match[str]) -> str:
+        call = _call_of(match["call"])
+        if call is None:
+            return match[0]
+        with suppress(ValueError):
+            call["arguments"] = json.loads(call["arguments"])
+        return json.dumps(call, sort_keys=True)
+
+    return BARE_CALL.sub(written, TAGGED_CALL.sub(written, text))
+
+
+def _call_of(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
     except ValueError:

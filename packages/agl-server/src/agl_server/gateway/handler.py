@@ -221,6 +221,7 @@ def _record(exchange: Exchange, attempt: LiveAttempt, state: CallState, error: s
         model="" if target is None else target.model,
         temperature=1.0 if target is None else target.temperature,
         policy_version=None if sampled is None else sampled.version,
+        context=None if sampled is None else sampled.context,
         prompt_ids=prompt_ids,
         choices=choices,
         started=exchange.started,

@@ -45,6 +45,7 @@ class Sampled:
         self._is_policy = target.version is not None
         self._version_at_start = target.version
         self._told_version: int | None = None
+        self.context: str | None = None
 
     def take(self, message: dict[str, Any]) -> None:
         """Collect from an answer or a chunk, and leave in it what the client asked for.
@@ -69,6 +70,8 @@ class Sampled:
             self.prompt_ids = prompt_ids
         if not self._keep_ids:
             message.pop("prompt_token_ids", None)
+        if self._owned:
+            self.context = message.pop("context", None) or self.context
         version = message.pop("weight_version", None)
         if isinstance(version, int) and self._is_policy:
             # Choices of one call may end under different weights: the oldest says how stale the call can be.

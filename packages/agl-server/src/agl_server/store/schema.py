@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agl.errors import UsageError
 
-VERSION = 1
+VERSION = 2
 
 TABLES = """
 CREATE TABLE settings (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -56,6 +56,7 @@ CREATE TABLE calls (
     model     TEXT NOT NULL,
     temperature    REAL NOT NULL,
     policy_version INTEGER,
+    context   TEXT,
     started   REAL NOT NULL,
     ended     REAL NOT NULL,
     base      INTEGER,                         -- position of the call whose tokens this prompt begins with
@@ -116,5 +117,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             f"{str(path)!r} has schema {found}, written by a newer agl; this one knows {VERSION}. "
             "Upgrade agl-server, or give another --home"
         )
-    if found < VERSION:
+    if found == 1:
+        connection.executescript(
+            f"BEGIN IMMEDIATE; ALTER TABLE calls ADD COLUMN context TEXT; PRAGMA user_version = {VERSION}; COMMIT;"
+        )
+    elif found == 0:
         connection.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")

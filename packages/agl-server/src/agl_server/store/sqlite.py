@@ -42,15 +42,15 @@ LARGEST_ANSWER = 4_000_000
 INSERT_CALL = """
 INSERT INTO calls (
     rollout, attempt, id, call_id, agent, parent, retry, state, error, model, temperature, policy_version,
-    started, ended, base, shared, prompt, choices, responses, logprobs
+    context, started, ended, base, shared, prompt, choices, responses, logprobs
 )
-SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20
+SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21
 WHERE EXISTS (SELECT 1 FROM rollouts WHERE id = ?1 AND attempt = ?2 AND state = 'running')
 """
 
 SELECT_CALLS = """
 SELECT position, id, call_id, agent, parent, retry, state, error, model, temperature, policy_version,
-    started, ended, base, shared, prompt, choices, responses, logprobs
+    context, started, ended, base, shared, prompt, choices, responses, logprobs
 FROM calls WHERE rollout = ? AND attempt = ? ORDER BY position
 """
 
@@ -284,6 +284,7 @@ class SqliteStore:
                 call.model,
                 call.temperature,
                 call.policy_version,
+                call.context,
                 call.started,
                 call.ended,
                 base,
@@ -409,12 +410,13 @@ def _calls(connection: sqlite3.Connection, rollout: str, attempt: int) -> tuple[
     calls: list[Call] = []
     tokens: dict[int, bytes] = {}
     for row in connection.execute(SELECT_CALLS, (rollout, attempt)):
-        position, base, shared, suffix, choices, responses, logprobs = row[0], *row[13:]
+        position, base, shared, suffix, choices, responses, logprobs = row[0], *row[14:]
         prompt = suffix if base is None else tokens[base][:shared] + suffix
         sampled = _choices(json.loads(choices), responses, logprobs)
         first = len(sampled[0].response_ids) * BYTES_PER_ID if sampled else 0
         tokens[position] = prompt + responses[:first]
-        identity, call_id, agent, parent, retry, state, error, model, temperature, version, started, ended = row[1:13]
+        identity, call_id, agent, parent, retry, state, error, model, temperature, version, *rest = row[1:14]
+        context, started, ended = rest
         calls.append(
             Call(
                 id=identity,
@@ -429,6 +431,7 @@ def _calls(connection: sqlite3.Connection, rollout: str, attempt: int) -> tuple[
                 model=model,
                 temperature=temperature,
                 policy_version=version,
+                context=context,
                 prompt_ids=unpack_ids(prompt),
                 choices=sampled,
                 started=started,

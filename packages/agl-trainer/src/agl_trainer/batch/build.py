@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from agl import plugins
+from agl.continuation import Context
 from agl.credit import Baseline, agent_rewards
 from agl.errors import CaptureError, ConfigError, NonFiniteReward
 from agl.protocols import Algorithm
@@ -259,7 +260,8 @@ def count(
     """What the step is made of: nothing that was left out stays silent.
 
     Counts: rollouts, those unscored, those of each bad outcome, transitions, answers cut off at the token limit
-    (``truncated_answers``), calls refused because their prompt was too long (``overlong_prompts``). Means over
+    (``truncated_answers``), calls refused because their prompt was too long (``overlong_prompts``), and how prompts
+    were made, where the backend tells (``context/...``, see `agl.continuation.Context`). Means over
     rollouts: ``reward``, its parts, the signals. Share of groups: ``degenerate_groups``. And for each trained agent
     what it earned in a rollout, its calls and sampled tokens, and the mean size of its advantages.
     """
@@ -277,6 +279,8 @@ def count(
         "truncated_answers": sum(t.finish_reason == "length" for t in transitions),
         "overlong_prompts": sum("context length" in error for error in refused),
     }
+    contexts = Counter(call.context for rollout in rollouts for call in rollout.calls if call.state == "done")
+    metrics |= {f"context/{name}": contexts[name] for name in get_args(Context) if any(contexts)}
     metrics |= {f"outcome/{name}": outcomes[name] for name in get_args(Outcome) if name != "ok"}
     rewards = [item.rollout.returned or Reward() for item in scored]
     metrics["reward"] = _mean([reward.total for reward in rewards])

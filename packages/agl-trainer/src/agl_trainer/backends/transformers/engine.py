@@ -53,6 +53,16 @@ class TransformersEngine:
         """Prompt token ids of a chat."""
         return self.chat.render(messages, tools)
 
+    def extend(
+        self,
+        known: Sequence[int],
+        place: int,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> list[int]:
+        """Prompt token ids of a chat that goes on from known tokens (`agl.continuation.Extender`)."""
+        return self.chat.extend(known, place, messages, tools)
+
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[dict[str, str]]]:
         """Split an answer into its content and tool calls."""
         return self.chat.parse(text, tools)
