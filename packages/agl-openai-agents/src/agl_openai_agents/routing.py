@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agents import (
     Agent,
@@ -22,13 +22,15 @@ from agents import (
     RunConfig,
 )
 from agents.models import get_default_model_settings
-from openai import AsyncOpenAI
 
 from agl import LLM
 from agl.scope import RolloutScope
 from agl.selection import Selection, clean_name
 from agl_openai_agents.reporting import Pending, Reported, model_call
 from agl_openai_agents.tracing import watcher
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 asking: ContextVar[Agent[Any]] = ContextVar("agl_openai_agents_asking")
 """The agent that is about to ask; set by the input filter of the run configuration."""
