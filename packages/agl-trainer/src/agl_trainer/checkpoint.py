@@ -52,6 +52,8 @@ class Position:
     """Batches of rollouts, those without a step included."""
     drawn: int = 0
     """Tasks that the sampler has given out."""
+    ahead: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """Batches that were begun and not trained on: number, first task, tasks."""
     steps: int = 0
     empty_steps: int = 0
     """In a row, with nothing to learn."""

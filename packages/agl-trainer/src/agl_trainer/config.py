@@ -31,6 +31,20 @@ def _baseline(value: Any) -> Any:
     raise ValueError("Input should be 'task', 'agent', 'turn', 'state', or {'state': w} with a weight w of 0 or more")
 
 
+AHEAD = 2
+"""Updates by which rollouts of ``mode="async"`` may lag behind, unless ``{"async": k}`` says how many."""
+
+
+def _mode(value: Any) -> Any:
+    if value in ("sync", "async"):
+        return value
+    if isinstance(value, dict) and list(value) == ["async"]:
+        ahead = value["async"]
+        if isinstance(ahead, int) and not isinstance(ahead, bool) and ahead >= 1:
+            return {"async": ahead}
+    raise ValueError("Input should be 'sync', 'async', or {'async': k} with a cap of k >= 1 updates")
+
+
 class Endpoint(BaseModel):
     """An OpenAI-compatible endpoint of the user's own."""
 
@@ -70,6 +84,10 @@ class TrainConfig(BaseModel):
     """Extra batches in a step, at most, that replace groups without any advantage (DAPO's dynamic sampling)."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of a step; each is an optimiser step of its own."""
+
+    mode: Annotated[Literal["sync", "async"] | dict[str, int], PlainValidator(_mode)] = "sync"
+    """sync: the weights of a step play its rollouts. async: rollouts go on during updates, up to 2 steps ahead of
+    training ({async: k}: up to k), so none is ever more than so many updates old."""
 
     # algorithm
     algorithm: str | dict[str, Any] = "grpo"
@@ -159,6 +177,11 @@ class TrainConfig(BaseModel):
                     f"{patterns!r} are patterns; write the names"
                 )
         return self
+
+    @property
+    def ahead(self) -> int:
+        """Steps whose rollouts may be under way beside the present one's: the cap of their staleness in updates."""
+        return self.mode["async"] if isinstance(self.mode, dict) else AHEAD if self.mode == "async" else 0
 
     def decay(self, step: int) -> float:
         """Share of the learning rate that is left after ``step`` of all steps, by ``lr_schedule``."""

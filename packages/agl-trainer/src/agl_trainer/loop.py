@@ -13,7 +13,7 @@ from agl.protocols import AgentFunction, Algorithm
 from agl.records import Rollout
 from agl_trainer import algorithms
 from agl_trainer.algorithms.sft import SFT
-from agl_trainer.batch.build import check_credit, count, train_rows
+from agl_trainer.batch.build import check_credit, count, staleness, train_rows
 from agl_trainer.batch.refill import fill
 from agl_trainer.config import TrainConfig
 from agl_trainer.session import Result, Session
@@ -113,7 +113,7 @@ class Trainer:
         config, session, position = self.config, self.session, self.session.position
         scored, gains = session.judge(rollouts, self.algorithm)
         rows = train_rows(scored, gains, self.algorithm, config.max_length)
-        metrics = count(rollouts, scored, gains) | self._thrown
+        metrics = count(rollouts, scored, gains) | staleness(scored, session.policy.version) | self._thrown
         session.policy.scale_learning_rate(config.decay(self.steps))
         if rows:
             metrics |= session.learn(rows, self.algorithm, config.epochs)

@@ -240,13 +240,16 @@ class Services:
         policy = PolicyState(upstream=upstream or self.backend.url, version=version, state=state, unselected=unselected)
         self.run(self.client.set_policy(policy))
 
+    def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand rollouts to whoever runs agents; those that are known already stay as they are."""
+        self.run(self.client.enqueue(rollouts))
+
     def collect(self, rollouts: Sequence[Rollout], progress: Callable[[int, int], None]) -> list[Rollout]:
-        """Enqueue rollouts of one batch and wait until all have ended; they come back in the order given.
+        """Wait until all enqueued rollouts of one batch have ended; they come back in the order given.
 
         Raises:
             StallError: none ended for ``stall_timeout`` seconds; the message says who waits for what.
         """
-        self.run(self.client.enqueue(rollouts))
         ended: dict[str, Rollout] = {}
         cursor, moved = 0, time.monotonic()
         while len(ended) < len(rollouts):

@@ -124,6 +124,8 @@ class Session:
         self._make_backend = plugins.backends().find(config.backend)
         self._depth = 0
         self._kept = 0
+        self._begun: set[str] = set()
+        """Batches that this process has enqueued."""
         self._broken: list[str] = []
         self._since = 0.0
 
@@ -183,6 +185,7 @@ class Session:
             tensors, state = checkpoint.read(folder)
             checkpoint.restore(self.policy, tensors, state["policy"])
             self.position = Position(**state["position"])
+            self.position.ahead = [(number, first, count) for number, first, count in self.position.ahead]
             self.agents_seen = set(self.position.agents_seen)
             self.evaluations = {kept["name"]: Evaluation(**kept) for kept in self.position.evaluations}
             self._kept = self.position.done
@@ -213,27 +216,43 @@ class Session:
     # ----------------------------------------------------------------------------------------------- rollouts
 
     def draw(self, tasks: Sequence[Task], count: int) -> list[Rollout]:
-        """Scored rollouts of the next so many tasks, in an order that the seed decides, each ``group_size`` times."""
-        position = self.position
-        order = epochs(tasks, self.config.seed)
-        chosen = list(islice(order, position.drawn, position.drawn + count))
-        position.drawn += count
-        position.batches += 1
-        return self.rollouts(f"batch{position.batches:05d}", chosen, self.config.group_size)
+        """Scored rollouts of the next so many tasks, in an order that the seed decides, each ``group_size`` times.
+
+        In ``mode="async"`` the batches of the steps to come are begun here too. They are trained on in this same order,
+        whole groups and the oldest first, so none can be older than `TrainConfig.ahead` updates and none is dropped.
+        """
+        config, position = self.config, self.position
+        to_come = min(config.ahead, config.steps - position.steps - 1) if count == config.tasks_per_step else 0
+        plans = position.ahead if count == config.tasks_per_step else []
+        while len(plans) <= to_come:
+            position.batches += 1
+            plans.append((position.batches, position.drawn, count))
+            position.drawn += count
+        batches = [self._batch(tasks, *plan) for plan in plans]
+        for batch in batches:
+            if batch[0].batch not in self._begun:
+                self._begun.add(batch[0].batch)
+                self.ranks.lead(lambda batch=batch: self.services.enqueue(batch))
+        del plans[0]
+        return self._finish(batches[0])
+
+    def _batch(self, tasks: Sequence[Task], number: int, first: int, count: int) -> list[Rollout]:
+        chosen = list(islice(epochs(tasks, self.config.seed), first, first + count))
+        return self._wanted(f"batch{number:05d}", chosen, self.config.group_size, "train")
 
     def rollouts(self, batch: str, tasks: Sequence[Task], samples: int, mode: Mode = "train") -> list[Rollout]:
         """Run the agent ``samples`` times on every task and score what it did; every rank gets the rollouts."""
-        ended = self.ranks.lead(lambda: self._play(batch, tasks, samples, mode))
-        self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
-        return ended
+        wanted = self._wanted(batch, tasks, samples, mode)
+        self.ranks.lead(lambda: self.services.enqueue(wanted))
+        return self._finish(wanted)
 
-    def _play(self, batch: str, tasks: Sequence[Task], samples: int, mode: Mode) -> list[Rollout]:
+    def _wanted(self, batch: str, tasks: Sequence[Task], samples: int, mode: Mode) -> list[Rollout]:
         evaluating = mode == "eval" and self.config.eval_temperature is not None
         temperature = self.config.eval_temperature if evaluating else self.config.temperature
         # Only the temperature shapes the distribution: the trainer computes logprobs for nothing else.
         # A seed of the agent's own would make all rollouts of a group alike.
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "seed": None}
-        wanted = [
+        return [
             Rollout(
                 id=self._rollout_id(batch, place, sample),
                 task=task,
@@ -246,7 +265,14 @@ class Session:
             for place, task in enumerate(tasks)
             for sample in range(samples)
         ]
-        with Progress(batch) as progress:
+
+    def _finish(self, wanted: Sequence[Rollout]) -> list[Rollout]:
+        ended = self.ranks.lead(lambda: self._collect(wanted))
+        self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
+        return ended
+
+    def _collect(self, wanted: Sequence[Rollout]) -> list[Rollout]:
+        with Progress(wanted[0].batch) as progress:
             ended = self.services.collect(wanted, progress)
         self._refuse_two_names(ended)
         return [self.services.run(score(rollout)) for rollout in ended]
@@ -304,7 +330,9 @@ class Session:
         upstream = self.services.run(teacher.__aenter__())
         try:
             self.services.serve(self.policy.version, upstream)
-            return self._play("demo", tasks, 1, "demo")
+            wanted = self._wanted("demo", tasks, 1, "demo")
+            self.services.enqueue(wanted)
+            return self._collect(wanted)
         finally:
             self.services.serve(self.policy.version)
             self.services.run(teacher.__aexit__(None, None, None))

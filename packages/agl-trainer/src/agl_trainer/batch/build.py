@@ -293,6 +293,26 @@ def count(
     return {name: float(value) for name, value in metrics.items()}
 
 
+def staleness(scored: Sequence[Scored], version: int) -> dict[str, float]:
+    """How many updates old the step's sampled tokens are: the mean, the most, and how many are not of ``version``.
+
+    A call that an update fell into is as old as its oldest token.
+    """
+    ages = [
+        (version - t.policy_version, len(t.response_ids))
+        for item in scored
+        for t in item.transitions
+        if t.policy_version is not None
+    ]
+    tokens = sum(size for _, size in ages)
+    return {
+        "staleness/mean": sum(age * size for age, size in ages) / max(1, tokens),
+        "staleness/max": float(max((age for age, _ in ages), default=0)),
+        "staleness/tokens": float(sum(size for age, size in ages if age)),
+        "staleness/calls": float(sum(age > 0 for age, _ in ages)),
+    }
+
+
 def _of_agent(agent: str, scored: Sequence[Scored], advantages: Sequence[Sequence[float]]) -> dict[str, float]:
     earned: list[float] = []
     calls: list[tuple[Transition, float]] = []
