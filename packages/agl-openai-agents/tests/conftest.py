@@ -44,13 +44,14 @@ def server(running: ModelServer) -> ModelServer:
 @pytest.fixture(scope="session")
 def own_server() -> Generator[ModelServer]:
     """Where the authors of the agents have their own model."""
-    with ModelServer(lambda prompt, labels: "from elsewhere", model=MODEL) as server:
+    with ModelServer(model=MODEL) as server:
         yield server
 
 
 @pytest.fixture
 def own(own_server: ModelServer) -> ModelServer:
     """The author's model server, with no exchange yet."""
+    own_server.engine = ScriptedEngine(lambda prompt, labels: "from elsewhere")
     own_server.exchanges.clear()
     return own_server
 
