@@ -137,10 +137,10 @@ def test_the_trace_prints_every_hook_call(
 ):
     manager = fresh({}, AGL_TRACE_PLUGINS="1")
     manager.hook.agl_signal_reward(step=Step(id="s", kind="tool_end", call_id="c"))
-    manager.hook.agl_instrument()
+    manager.hook.agl_register_stores(register=print)
     told = capsys.readouterr().err
     assert "agl hook agl_signal_reward(step) -> rewards" in told
-    assert "agl hook agl_instrument() -> nobody" in told
+    assert "agl hook agl_register_stores(register) -> nobody" in told
 
 
 def test_every_hook_has_a_word_of_explanation():

@@ -11,6 +11,7 @@ from agl.errors import UsageError
 
 if TYPE_CHECKING:
     import ssl
+    from contextlib import AbstractContextManager
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class LLM:
     model: str = "policy"
     _clients: list[Any] = field(default_factory=list[Any], repr=False)
     _sent: set[str] = field(default_factory=set[str], repr=False)
-    """Call ids that left already."""
+    """Call ids and requests that left already."""
 
     def openai(self) -> dict[str, Any]:
         """Keyword arguments for LangChain's ``ChatOpenAI``; for the plain SDK there are `client` and `async_client`."""
@@ -57,24 +58,41 @@ class LLM:
             base_url=self.base_url, api_key=self.key, http_client=arguments["http_async_client"]
         )
 
-    def _stamp(self, request: Any) -> None:
-        """Write the caller's labels onto a request (an httpx event hook)."""
+    def reroute(self) -> AbstractContextManager[None]:
+        """Inside the block, clients of ``openai`` that exist already ask this model, for the agents that are selected.
+
+        Raises:
+            UsageError: on entry, where the installed ``openai`` cannot be rerouted or ``AGL_WIRE_HOOK=0`` forbids it.
+        """
+        from agl import clients
+
+        return clients.reroute(self)
+
+    def labels(self, *, again: bool = False, request: str | None = None) -> dict[str, str]:
+        """The headers that say who calls.
+
+        Args:
+            again: the SDK is known to send the same request once more.
+            request: names the request, where all of the SDK's attempts at it have a name in common.
+        """
+        if request is not None:
+            again = request in self._sent
+            self._sent.add(request)
         info = plugins.current_call()
         if info is None:
-            return
+            return {}
         if info.call_id is not None:
             # A label is good for one request and its retries. A second one comes from a context that a cancelled
             # or streaming call left its label in; it is a call of its own, made by nobody knows whom.
-            if info.call_id in self._sent and request.headers.get("x-stainless-retry-count", "0") == "0":
-                return
+            if info.call_id in self._sent and not again:
+                return {}
             self._sent.add(info.call_id)
-        for header, value in (
-            ("x-agl-call", info.call_id),
-            ("x-agl-agent", info.agent),
-            ("x-agl-parent", info.parent),
-        ):
-            if value is not None:
-                request.headers[header] = value
+        labels = (("x-agl-call", info.call_id), ("x-agl-agent", info.agent), ("x-agl-parent", info.parent))
+        return {name: value for name, value in labels if value is not None}
+
+    def _stamp(self, request: Any) -> None:
+        """Write the caller's labels onto a request (an httpx event hook)."""
+        request.headers.update(self.labels(again=request.headers.get("x-stainless-retry-count", "0") != "0"))
 
     async def _stamp_async(self, request: Any) -> None:
         """`_stamp`, for asynchronous clients."""

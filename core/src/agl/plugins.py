@@ -16,12 +16,12 @@ from typing import Any, cast, get_args
 
 import pluggy
 
-from agl import credit, hookspecs, log, rewards, scope, transitions
+from agl import clients, credit, hookspecs, log, rewards, scope, transitions
 from agl.errors import PluginError, RunError
 from agl.hookspecs import hookimpl
 from agl.records import Rollout, Step, StepKind, Transition
 
-BUILT_IN = {"rewards": rewards, "credit": credit, "transitions": transitions, "log": log}
+BUILT_IN = {"clients": clients, "rewards": rewards, "credit": credit, "transitions": transitions, "log": log}
 
 
 ORIGINS: dict[str, str] = {}

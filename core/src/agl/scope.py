@@ -10,7 +10,7 @@ import contextvars
 import functools
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -71,6 +71,7 @@ class _Label:
 
 
 _rollout: contextvars.ContextVar[RolloutScope | None] = contextvars.ContextVar("agl_rollout", default=None)
+_active: list[RolloutScope] = []
 _agent: contextvars.ContextVar[str | None] = contextvars.ContextVar("agl_agent", default=None)
 _call: contextvars.ContextVar[_Label | None] = contextvars.ContextVar("agl_call", default=None)
 
@@ -84,10 +85,17 @@ def current_rollout() -> RolloutScope | None:
 def rollout(scope: RolloutScope) -> Generator[RolloutScope]:
     """Work for this rollout inside the block."""
     token = _rollout.set(scope)
+    _active.append(scope)
     try:
         yield scope
     finally:
         _rollout.reset(token)
+        _active[:] = [one for one in _active if one is not scope]
+
+
+def active_rollouts() -> Sequence[RolloutScope]:
+    """The rollouts that are under way in this process, in whatever context."""
+    return _active
 
 
 @contextmanager
