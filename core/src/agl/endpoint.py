@@ -491,8 +491,15 @@ async def serve_engine(engine: Engine, *, port: int = 0) -> AsyncGenerator[str]:
 
     Who does not know it gets 404: other users of this machine cannot call the engine past the gateway.
     """
+    async with serve_hidden(create_app(engine), port=port) as url:
+        yield url
+
+
+@asynccontextmanager
+async def serve_hidden(app: ASGIApp, *, port: int = 0) -> AsyncGenerator[str]:
+    """Serve an application as `serve` does, at a base URL whose path is a secret."""
     secret = f"/{secrets.token_urlsafe(16)}"
-    async with serve(_behind(secret, create_app(engine)), port=port) as url:
+    async with serve(_behind(secret, app), port=port) as url:
         yield url + secret
 
 

@@ -100,6 +100,14 @@ class Backend(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise what ended the backend by itself; asked several times a second while rollouts run.
+
+        Raises:
+            BackendError: it will not serve again.
+        """
+        ...
+
     async def close(self) -> None:
         """Stop serving and free memory."""
         ...

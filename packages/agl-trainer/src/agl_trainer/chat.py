@@ -46,6 +46,8 @@ class ChatFormat:
                 "tokenizer.chat_template and save it with the model"
             )
         self._native_tools = "tools" in template
+        self.vllm_parser = _parser_for(template) if self._native_tools else "hermes"
+        """What vLLM calls the parser of this family's tool calls; None where it is not known."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Prompt token ids, ending where the assistant begins.
@@ -86,9 +88,8 @@ class ChatFormat:
     def _apply(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, tokenize: bool
     ) -> Any:
-        chat = [_plain(message) for message in messages]
+        chat = self.spoken(messages, tools)
         if not self._native_tools:
-            chat = _tools_as_text(chat, tools)
             tools = None
         try:
             return self.tokenizer.apply_chat_template(
@@ -100,6 +101,13 @@ class ChatFormat:
             )
         except Exception as error:  # templates raise whatever they like: jinja errors, KeyError, TypeError
             raise UsageError(f"messages: the model's chat template refuses them: {error}") from error
+
+    def spoken(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        """The messages as the template is to see them; tools stand in the text where it knows none."""
+        chat = [_plain(message) for message in messages]
+        return chat if self._native_tools else _tools_as_text(chat, tools)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[dict[str, str]]]:
         """Content and tool calls of an answer; what does not parse stays content, for the agent to see."""
@@ -126,6 +134,12 @@ def _alike(text: str) -> str:
         return json.dumps(call, sort_keys=True)
 
     return BARE_CALL.sub(written, TAGGED_CALL.sub(written, text))
+
+
+def _parser_for(template: str) -> str | None:
+    if "<tool_call>" in template:
+        return "hermes"
+    return "llama3_json" if PYTHON_TAG in template else None
 
 
 def _call_of(text: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""``agl train`` and ``agl eval``: a run described by a TOML file."""
+"""``agl train``, ``agl eval`` and their relatives: a run described by a TOML file."""
 
 from __future__ import annotations
 
@@ -68,6 +68,27 @@ def replay(folder: Annotated[Path, typer.Argument(help="runs/.../refused/...")])
         typer.echo(str(culprit))
     if not culprits:
         typer.echo("each row is finite on its own; only their sum is not")
+
+
+def vllm(
+    model: Annotated[str, typer.Argument(help="A directory or Hugging Face id of the architecture that is trained.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="After --, vLLM's own arguments.")] = None,
+    host: Annotated[str, typer.Option(help="Other hosts than this need AGL_VLLM_KEY.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where to listen.")] = 8001,
+    python: Annotated[str | None, typer.Option(help="Interpreter of the environment that has vLLM.")] = None,
+) -> None:
+    """Run a vLLM server for trainers that name it in backend={'name': 'vllm', 'urls': [...]}."""
+    from agl_trainer.backends.vllm import options
+    from agl_trainer.models import find_model
+
+    key = os.environ.get("AGL_VLLM_KEY")
+    if not key and host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"host={host!r}: others can reach it, and its routes change weights; set a key in AGL_VLLM_KEY"
+        )
+    line = options.command(python, find_model(model), {"host": host, "port": port})
+    environment = options.environment(python) | ({"AGL_VLLM_KEY": key} if key else {})
+    os.execvpe(line[0], [*line, *(arguments or [])], environment)
 
 
 def trainer_from(path: Path, **overrides: Any) -> Any:

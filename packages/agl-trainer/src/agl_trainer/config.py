@@ -129,8 +129,8 @@ class TrainConfig(BaseModel):
     """Longest prompt and answer together, in tokens."""
 
     # where it runs
-    backend: str = "transformers"
-    """What generates: a name that a plugin registered."""
+    backend: str | dict[str, Any] = "transformers"
+    """What generates: transformers (in this process), vllm (docs/vllm.md), a plugin's; or {name, ...} with settings."""
     slots: int = Field(32, ge=1)
     """Sequences that the embedded backend decodes at once."""
     workers: Annotated[int, Field(ge=0)] | Literal["external"] = 0

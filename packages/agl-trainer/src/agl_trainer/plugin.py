@@ -31,21 +31,35 @@ def agl_register_algorithms(register: Register) -> None:
 
 @hookimpl
 def agl_register_backends(register: Register) -> None:
-    """Register ``transformers``, the embedded backend."""
+    """Register ``transformers``, the embedded backend, and ``vllm``."""
     register("transformers", _transformers)
+    register("vllm", _Vllm())
 
 
 @hookimpl
 def agl_register_commands(register: Register) -> None:
-    """Register ``agl train``, ``agl eval`` and ``agl replay``."""
+    """Register ``agl train``, ``agl eval``, ``agl replay`` and ``agl vllm``."""
     from agl_trainer import commands
 
     register("train", commands.train)
     register("eval", commands.evaluate)
     register("replay", commands.replay)
+    register("vllm", commands.vllm)
 
 
 def _transformers(policy: Any, config: Any) -> Any:
     from agl_trainer.backends.transformers.backend import TransformersBackend
 
     return TransformersBackend(policy, config)
+
+
+class _Vllm:
+    def __call__(self, policy: Any, config: Any, **settings: Any) -> Any:
+        from agl_trainer.backends.vllm.backend import VllmBackend
+
+        return VllmBackend(policy, config, **settings)
+
+    def check(self, config: Any, **settings: Any) -> None:
+        from agl_trainer.backends.vllm.options import check
+
+        check(config, **settings)

@@ -116,6 +116,7 @@ class Policy:
 
     def __init__(self, config: TrainConfig, folder: Path | None = None) -> None:
         self.config = config
+        self.folder = folder
         half = config.precision == "bfloat16"
         mixed = half and not config.lora_rank  # full training keeps float32 weights and computes in bfloat16
         self.ranks = join()

@@ -264,7 +264,8 @@ class Services:
         return [ended[rollout.id] for rollout in rollouts]
 
     def check(self) -> None:
-        """Revive what was killed; raise what ended the runner or a worker by itself."""
+        """Revive what was killed; raise what ended the backend, the runner or a worker by itself."""
+        self.backend.check()
         if self.server is not None:
             self.server.revive()
         if self._runner is not None and self._runner.done():

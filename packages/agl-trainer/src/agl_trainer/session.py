@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -17,12 +17,11 @@ from typing import Any
 from agl import endpoint, log, plugins
 from agl.errors import BackendError, CaptureError, ConfigError, NumericsError, UsageError
 from agl.protocols import AgentFunction, Algorithm, Backend
-from agl.records import Mode, Rollout, Task, Transition
+from agl.records import Mode, Rollout, Task
 from agl.selection import Selection
-from agl.transitions import build_rows
-from agl_trainer import algorithms, card, checkpoint, numerics, updates
+from agl_trainer import algorithms, backends, canary, card, checkpoint, numerics, updates
 from agl_trainer.batch.build import Scored, advantages, broken_rewards, credited, score
-from agl_trainer.batch.pack import TrainRow, micro_batches
+from agl_trainer.batch.pack import TrainRow
 from agl_trainer.checkpoint import Position
 from agl_trainer.config import TrainConfig
 from agl_trainer.evaluate import Evaluation, Interval
@@ -37,11 +36,6 @@ RUN = "run.json"
 """What makes the run what it is; a run that goes on with it must say the same."""
 CHECKPOINTS = "checkpoints"
 REFUSED = "refused"
-
-CANARY_TEXT = "The quick brown fox jumps over the lazy dog, and then"
-CANARY_TOKENS = 8
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Mean absolute difference of logprobs between engine and trainer that rounding may cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +115,7 @@ class Session:
         self.evaluations: dict[str, Evaluation] = {}
         self._resumes = resume is not None
         self._identity = {"settings": config.public(), **(content or {})}
-        self._make_backend = plugins.backends().find(config.backend)
+        self._make_backend = backends.make(config)
         self._depth = 0
         self._kept = 0
         self._begun: set[str] = set()
@@ -427,23 +421,11 @@ class Session:
             self._canary_of(agent)
 
     def _canary_of(self, agent: str) -> None:
-        prompt = self.policy.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
-        tokens = self.ranks.lead(lambda: self.services.run(self.backend.probe(prompt, CANARY_TOKENS, agent)))
-        count = len(tokens)
-        sampled = Transition(
-            rollout="canary",
-            agent="canary",
-            call="canary",
-            prompt_ids=tuple(prompt),
-            response_ids=tuple(token.id for token in tokens),
-            logprobs=tuple(token.logprob for token in tokens),
-        )
-        (row,) = build_rows([sampled])
-        (batch,) = micro_batches([TrainRow(row, [0.0] * count, [1.0] * count)], len(row.token_ids))
-        batch = replace(batch, agent=agent)
-        difference = float((self.policy.logprobs(batch) - batch.rollout_logprobs).abs().mean())
+        prompt = self.policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
+        tokens = self.ranks.lead(lambda: self.services.run(self.backend.probe(prompt, canary.TOKENS, agent)))
+        difference = canary.difference(self.policy, agent, prompt, tokens)
         wrong_version = {token.version for token in tokens} != {self.policy.version}
-        if wrong_version or not difference <= CANARY_TOLERANCE[self.config.precision]:
+        if wrong_version or not difference <= canary.TOLERANCE[self.config.precision]:
             whose = f"adapter of agent {agent!r}" if agent else "weights"
             raise BackendError(
                 f"the backend does not serve the trainer's {whose}: mean logprob difference {difference:.3g}, versions "

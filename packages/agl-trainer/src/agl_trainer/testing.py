@@ -31,12 +31,14 @@ def tiny_tokenizer(extra: tuple[str, ...] = ()) -> Any:
     return wrapped
 
 
-def tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2, seed: int = 0, **settings: Any) -> Path:
-    """Write a random Llama of about 0.1 million weights and its tokenizer into ``folder``."""
+def tiny_model(
+    folder: Path, *, hidden: int = 64, layers: int = 2, seed: int = 0, words: tuple[str, ...] = (), **settings: Any
+) -> Path:
+    """Write a random Llama of about 0.1 million weights and its tokenizer, with more ``words``, into ``folder``."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(words)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

@@ -34,6 +34,10 @@ class TransformersBackend:
         sampling = Sampling(max_tokens=tokens, seed=0, labels={"agent": agent})
         return [token async for token in self.engine.generate(prompt_ids, sampling)]
 
+    def check(self) -> None:
+        """Raise what ended the engine's thread."""
+        self.engine.check()
+
     async def close(self) -> None:
         """Stop the endpoint and the engine."""
         await self._stack.aclose()

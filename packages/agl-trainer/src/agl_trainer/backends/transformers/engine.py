@@ -83,8 +83,7 @@ class TransformersEngine:
             stop_ids=self.policy.stop_ids,
         )
         with self._wake:
-            if self._failure is not None:
-                raise BackendError(f"the embedded engine has died: {self._failure!r}") from self._failure
+            self.check()
             self._arrived.append((weights, request))
             self._open.add(request)
             self._wake.notify()
@@ -106,6 +105,11 @@ class TransformersEngine:
     def start(self) -> None:
         """Start the decoding thread."""
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise what ended the decoding thread."""
+        if self._failure is not None:
+            raise BackendError(f"the embedded engine has died: {self._failure!r}") from self._failure
 
     def stop(self) -> None:
         """End the decoding thread; waiting requests fail."""
