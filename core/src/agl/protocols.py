@@ -81,6 +81,9 @@ class Backend(Protocol):
 
     url: str
     """Base URL without ``/v1``."""
+    shares_weights: bool
+    """Whether it computes with the trainer's own tensors, so that calls are held from the first gradient on; else they
+    go on until `update_weights`."""
 
     async def start(self) -> None:
         """Begin to serve."""

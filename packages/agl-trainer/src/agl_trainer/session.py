@@ -399,13 +399,21 @@ class Session:
 
     @contextmanager
     def _new_weights(self) -> Generator[None]:
-        """Inside, weights change; calls are held. Afterwards the backend serves them under the next version."""
+        """Inside, weights change. Afterwards the backend serves them under the next version.
+
+        New calls are held while the backend's own weights change.
+        """
         policy, ranks = self.policy, self.ranks
-        ranks.lead(lambda: self.services.serve(policy.version, state="updating"))
+
+        def hold() -> None:
+            self.services.serve(policy.version, state="updating")
+
+        ranks.lead(lambda: hold() if self.backend.shares_weights else None)
         before = policy.fingerprint()
         try:
             yield
             if policy.fingerprint() != before:
+                ranks.lead(hold)
                 policy.version += 1
                 self.position.reward = None
                 ranks.lead(lambda: self.services.run(self.backend.update_weights(policy.version)))

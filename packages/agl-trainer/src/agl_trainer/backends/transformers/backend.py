@@ -15,6 +15,8 @@ from agl_trainer.policy import Policy
 class TransformersBackend:
     """Serves the policy's own weights from this process (`agl.protocols.Backend`)."""
 
+    shares_weights = True
+
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self.engine = TransformersEngine(policy, slots=config.slots, max_length=config.max_length, seed=config.seed)
         self.url = ""

@@ -30,6 +30,8 @@ from agl_trainer.policy import Policy
 class VllmBackend:
     """Serves the policy by vLLM servers that it starts, or that run already (`agl.protocols.Backend`)."""
 
+    shares_weights = False
+
     def __init__(self, policy: Policy, config: TrainConfig, **settings: Any) -> None:
         self.options = options.check(config, **settings)
         self.url = ""
