@@ -372,6 +372,13 @@ def test_lora_trains_by_merged_weights(folder: Path, url: str, tmp_path: Path) -
     assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-3
 
 
+def test_rollouts_go_on_during_updates_and_keep_to_the_cap(folder: Path, url: str, tmp_path: Path) -> None:
+    backend = {"name": "vllm", "urls": [url]}
+    steps = train(lower_case, folder, tmp_path, steps=5, learning_rate=4e-3, backend=backend, mode="async")
+    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]
+    assert max(step["staleness/max"] for step in steps) == 2
+
+
 def test_an_engine_that_is_killed_in_mid_step_comes_back_with_the_present_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
