@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
     ("arguments", "shown"),
     [
         (["learner.py", "step"], "tokens computed"),
-        (["time_to_reward.py"], "agents in a process of their own"),
+        (["time_to_reward.py"], "seconds_per_step"),
     ],
     ids=["learner", "time to reward"],
 )

@@ -1,4 +1,5 @@
-"""agl learns the SQL task: its loop, server, gateway, runner and embedded engine, with an ordinary agent."""
+"""agl learns the SQL task: its loop, server, gateway and embedded engine, with an ordinary agent in a process of
+its own (``workers=1``)."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from peers.worker import serve
 def learn(asked: dict[str, Any]) -> dict[str, Any]:
     """One run."""
     torch.set_num_threads(asked["threads"])
-    curve: list[tuple[int, float, float]] = []
+    curve: list[tuple[int, float, float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[sql_agent.FOLDER] = folder
+        os.environ[sql_agent.FOLDER], os.environ[sql_agent.PROMPT] = folder, asked["prompt"]
         task = sql_agent.sql_task()
         clock = Clock()
         trainer = Trainer(
@@ -33,20 +34,22 @@ def learn(asked: dict[str, Any]) -> dict[str, Any]:
             learning_rate=asked["learning_rate"],
             algorithm={"name": "grpo", "clip_high": 0.2},
             slots=asked["tasks_per_step"] * asked["group_size"],
-            workers=asked["workers"],
+            concurrency=asked["tasks_per_step"] * asked["group_size"],
+            workers=1,
             seed=asked["seed"],
             output_dir=folder,
         )
         with trainer.session as session:
-            ready = clock.seconds
+            ready = clock.reading
             for batch in trainer.batches():
                 trainer.step(batch)
                 if trainer.steps % asked["check_every"] == 0:
                     with clock.pause():
                         score = held_out_reward(task, session.policy.model, session.policy.tokenizer)
-                    curve.append((trainer.steps, clock.seconds, score))
-            busy = clock.busy
-    return {"curve": curve, "ready": ready, "cpu_seconds": busy + clock.children}
+                    curve.append((trainer.steps, *clock.reading, score))
+                    if score >= asked["target"]:
+                        break
+    return {"curve": curve, "ready": ready}
 
 
 if __name__ == "__main__":

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agl import LLM
-from peers.sql_task import ANSWER_TOKENS, SqlTask
+from peers.sql_task import ANSWER_TOKENS, Prompt, SqlTask
 
-FOLDER = "SQL_TASK"
-"""Environment variable: where the database is."""
+FOLDER, PROMPT = "SQL_TASK", "SQL_TASK_PROMPT"
+"""Environment variables: where the database is, and which prompt is used."""
 
 
 @functools.cache
 def sql_task() -> SqlTask:
     """The task, in whichever process the agent runs."""
-    return SqlTask(Path(os.environ[FOLDER]))
+    return SqlTask(Path(os.environ[FOLDER]), cast(Prompt, os.environ[PROMPT]))
 
 
 async def answer(item: dict[str, Any], llm: LLM) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from transformers import GenerationConfig
 
@@ -15,6 +15,8 @@ from peers.sql_task import ANSWER_TOKENS, SqlTask
 
 SAMPLES = 4
 """Answers to each held-out question."""
+BATCH = 64
+"""Answers at once."""
 SEED = 0
 
 
@@ -22,31 +24,26 @@ class Clock:
     """Wall-clock and processor seconds since it was made, without those that were spent on watching."""
 
     def __init__(self) -> None:
-        self._since, self._busy_since = time.perf_counter(), time.process_time()
+        self._since, self._busy_since = time.perf_counter(), _processor_seconds()
 
     @property
-    def seconds(self) -> float:
-        """Wall-clock seconds."""
-        return time.perf_counter() - self._since
-
-    @property
-    def busy(self) -> float:
-        """Processor seconds of all threads of this process."""
-        return time.process_time() - self._busy_since
-
-    @property
-    def children(self) -> float:
-        """Processor seconds of processes that have ended."""
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
+    def reading(self) -> tuple[float, float]:
+        """Wall-clock seconds, and processor seconds of this process and of those that it started and that live."""
+        return time.perf_counter() - self._since, _processor_seconds() - self._busy_since
 
     @contextmanager
     def pause(self) -> Generator[None]:
         """Inside, time does not count."""
-        paused, busy = time.perf_counter(), time.process_time()
+        paused, busy = time.perf_counter(), _processor_seconds()
         yield
         self._since += time.perf_counter() - paused
-        self._busy_since += time.process_time() - busy
+        self._busy_since += _processor_seconds() - busy
+
+
+def _processor_seconds() -> float:
+    this = psutil.Process()
+    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 @torch.no_grad()
@@ -55,12 +52,30 @@ def held_out_reward(task: SqlTask, model: Any, tokenizer: Any) -> float:
     training, state = model.training, torch.get_rng_state()  # what is measured must not depend on being watched
     model.eval()
     torch.manual_seed(SEED)
-    chats = [task.messages(item["question"]) for item in task.held_out] * SAMPLES
+    asked = task.held_out * SAMPLES
+    rewards: list[float] = []
+    for start in range(0, len(asked), BATCH):
+        items = asked[start : start + BATCH]
+        answers = _answers(model, tokenizer, [task.messages(item["question"]) for item in items])
+        rewards += [task.reward(answer, item["query"]) for answer, item in zip(answers, items, strict=True)]
+    torch.set_rng_state(state)
+    model.train(training)
+    return sum(rewards) / len(rewards)
+
+
+def _answers(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]]) -> list[str]:
+    """Sampled answers. What all prompts begin with is computed once: this is not measured, only waited for."""
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    shared = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
+    known = model(input_ids=torch.tensor([prompts[0][:shared]]), use_cache=True)
+    cache = known.past_key_values if hasattr(known, "past_key_values") else known.cache
+    cache.batch_repeat_interleave(len(prompts))
     width, pad = max(map(len, prompts)), tokenizer.pad_token_id
+    gaps = [width - len(prompt) for prompt in prompts]
     answers = model.generate(
-        input_ids=torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]),
-        attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        input_ids=torch.tensor([p[:shared] + [pad] * gap + p[shared:] for p, gap in zip(prompts, gaps, strict=True)]),
+        attention_mask=torch.tensor([[1] * shared + [0] * gap + [1] * (width - shared - gap) for gap in gaps]),
+        past_key_values=cache,
         generation_config=GenerationConfig(
             do_sample=True,
             top_k=0,
@@ -69,8 +84,4 @@ def held_out_reward(task: SqlTask, model: Any, tokenizer: Any) -> float:
             eos_token_id=tokenizer.eos_token_id,
         ),
     )
-    torch.set_rng_state(state)
-    model.train(training)
-    texts = tokenizer.batch_decode(answers[:, width:], skip_special_tokens=True)
-    pairs = zip(texts, task.held_out * SAMPLES, strict=True)
-    return sum(task.reward(text, item["query"]) for text, item in pairs) / len(texts)
+    return tokenizer.batch_decode(answers[:, width:], skip_special_tokens=True)

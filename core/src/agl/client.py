@@ -12,6 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -30,6 +31,9 @@ ENQUEUED_AT_ONCE = 256
 """Rollouts in one request."""
 LARGEST_REQUEST = 8_000_000
 """Bytes of one request; the server refuses twice as many."""
+REQUESTS_AT_ONCE = 16
+"""Requests under way that do not wait for something to happen. The HTTP pool looks at every connection it has for each
+request, so a connection for each of a hundred rollouts that end together would cost more than their reports."""
 ANSWER_SECONDS = 30.0
 """How long an answer may take beyond what the request itself asked to wait."""
 
@@ -57,6 +61,7 @@ class LightningClient:
         self.patience = patience
         self._key = key
         self._http: httpx2.AsyncClient | None = None
+        self._turn = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def __aenter__(self) -> LightningClient:
         import httpx2
@@ -171,9 +176,10 @@ class LightningClient:
         while True:
             retry_after = 0.0
             try:
-                response = await self._http.request(
-                    method, path, content=content, headers=headers, timeout=wait + ANSWER_SECONDS
-                )
+                async with nullcontext() if wait else self._turn:
+                    response = await self._http.request(
+                        method, path, content=content, headers=headers, timeout=wait + ANSWER_SECONDS
+                    )
                 if response.is_success:
                     return response.content
                 failure = _failure(method, path, response)

@@ -418,6 +418,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Response |
 
 async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Do all of it at once; the first failure ends the rest and is raised."""
+    if len(work) == 1:
+        return await work[0]
     try:
         async with asyncio.TaskGroup() as group:
             for one in work:

@@ -33,30 +33,29 @@ class LLM:
 
     def openai(self) -> dict[str, Any]:
         """Keyword arguments for LangChain's ``ChatOpenAI``; for the plain SDK there are `client` and `async_client`."""
-        http = http_library()
-        options: dict[str, Any] = {"timeout": None, "verify": _tls(), "trust_env": False}
-        client = http.Client(**options, event_hooks={"request": [self._stamp]})
-        async_client = http.AsyncClient(**options, event_hooks={"request": [self._stamp_async]})
-        self._clients += [client, async_client]
         return {
             "base_url": self.base_url,
             "api_key": self.key,
             "model": self.model,
-            "http_client": client,
-            "http_async_client": async_client,
+            "http_client": self._http("Client", self._stamp),
+            "http_async_client": self._http("AsyncClient", self._stamp_async),
         }
 
     def client(self) -> Any:
         """A ready ``openai.OpenAI``."""
-        arguments = self.openai()
-        return _import_openai().OpenAI(base_url=self.base_url, api_key=self.key, http_client=arguments["http_client"])
+        http = self._http("Client", self._stamp)
+        return _import_openai().OpenAI(base_url=self.base_url, api_key=self.key, http_client=http)
 
     def async_client(self) -> Any:
         """A ready ``openai.AsyncOpenAI``."""
-        arguments = self.openai()
-        return _import_openai().AsyncOpenAI(
-            base_url=self.base_url, api_key=self.key, http_client=arguments["http_async_client"]
-        )
+        http = self._http("AsyncClient", self._stamp_async)
+        return _import_openai().AsyncOpenAI(base_url=self.base_url, api_key=self.key, http_client=http)
+
+    def _http(self, kind: str, stamp: Any) -> Any:
+        options: dict[str, Any] = {"timeout": None, "verify": _tls(), "trust_env": False}
+        client = getattr(http_library(), kind)(**options, event_hooks={"request": [stamp]})
+        self._clients.append(client)
+        return client
 
     def reroute(self) -> AbstractContextManager[None]:
         """Inside the block, clients of ``openai`` that exist already ask this model, for the agents that are selected.

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from agl.errors import ConfigError
-from agl_trainer.backends.transformers.arithmetic import KEYS, FixedRows
+from agl_trainer.backends.transformers.arithmetic import FixedRows, rounded
 
 
 class SlotCache(Cache):
@@ -132,7 +132,7 @@ class Slots:
             places[index, width - len(new) :] = np.arange(start, end)
         exact = self.model.device.type == "cpu" and self._dtype() in (torch.float32, torch.float64)
         with FixedRows() if exact else nullcontext():
-            logits = self._run(rows, ids, places, max(ends) + (-max(ends) % KEYS if exact else 0))
+            logits = self._run(rows, ids, places, rounded(max(ends)) if exact else max(ends))
         self._clock += 1
         for row, new in zip(rows, token_ids, strict=True):
             self.tokens[row] = np.concatenate([self.tokens[row], new])
