@@ -55,7 +55,7 @@ class TestLangChain(AdapterContract):
 
     async def tool_results(self, chat: ChatOpenAI) -> None:
         answer = await create_agent(chat, [add], name="writer").ainvoke(HELLO)
-        assert [message.content for message in answer["messages"]][2:] == ["5", "writer is done"]
+        assert [message.text for message in answer["messages"]][2:] == ["5", "writer is done"]
 
     async def tool_error(self, chat: ChatOpenAI) -> None:
         from langchain.agents.middleware import wrap_tool_call

@@ -329,6 +329,38 @@ def test_the_plugin_is_loaded_without_the_sdk():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+LAZY = """
+import asyncio, sys, agl
+from agl import plugins, scope
+from agl.selection import Selection
+
+stop = plugins.instrument()
+assert "agents" not in sys.modules
+here = scope.RolloutScope("r", 1, Selection(None))
+
+async def main():
+    import agl_openai_agents
+    from agents import Agent, Runner
+    from agents.tracing.processors import default_processor
+    llm = agl.LLM(sys.argv[1], "none")
+    with scope.rollout(here):
+        await Runner.run(Agent("writer"), "hi", run_config=agl_openai_agents.run_config(llm))
+    from agl_openai_agents.tracing import _processors, watcher
+    assert _processors() == (watcher,)
+    stop()
+    assert _processors() == (default_processor(),)
+    await llm.close()
+
+asyncio.run(main())
+print([step.kind for step in here.steps])
+"""
+
+
+def test_the_sdk_is_watched_from_when_a_program_imports_it(server: ModelServer):
+    done = subprocess.run([sys.executable, "-c", LAZY, f"{server.url}/v1"], capture_output=True, text=True)
+    assert done.stdout == "['model_start', 'model_end']\n", done.stderr
+
+
 async def somebodys_program(question: str) -> str:
     """It knows nothing of us: no run configuration, runs inside of tools, models by name."""
     solver = Agent("solver", model="gpt-4o-mini")

@@ -29,18 +29,42 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_asked: list[list[Callable[[], None]]] = []
+"""For each `agl_instrument` that is not undone: how to undo the watching, once it has begun."""
+
+
 @hookimpl
 def agl_instrument() -> Callable[[], None]:
     """Report the tools of every run in this process, and keep its traces from leaving for OpenAI."""
-    from agl_openai_agents.tracing import watch
+    undo: list[Callable[[], None]] = []
+    _asked.append(undo)
+    watch_if_asked()
 
-    return watch()
+    def stop() -> None:
+        _asked[:] = [one for one in _asked if one is not undo]
+        while undo:
+            undo.pop()()
+
+    return stop
+
+
+def watch_if_asked() -> None:
+    """Begin to watch where `agl_instrument` asked for it, once the SDK is there: its import takes a second."""
+    if "agents.tracing" in sys.modules and not all(_asked):
+        from agl_openai_agents.tracing import watch
+
+        for undo in _asked:
+            if not undo:
+                undo.append(watch())
 
 
 @hookimpl
 def agl_current_call() -> CallInfo | None:
     """Name the agent of a run that nobody configured, where neither a label nor `agl.agent` names it."""
-    if "agents.tracing" not in sys.modules or scope.current_call() is not None:
+    if "agents.tracing" not in sys.modules:
+        return None
+    watch_if_asked()
+    if scope.current_call() is not None:
         return None
     from agl_openai_agents.tracing import watcher
 

@@ -13,6 +13,7 @@ from agents.run import CallModelData, ModelInputData
 
 from agl import LLM, scope
 from agl.selection import Selection
+from agl_openai_agents import watch_if_asked
 from agl_openai_agents.routing import Route, RoutedModel, asking
 
 
@@ -44,6 +45,7 @@ def run_config(
 
 def routed(route: Route, optimize: Selection, author: RunConfig) -> RunConfig:
     """The author's configuration with our model and filter in it."""
+    watch_if_asked()
     theirs = author.call_model_input_filter
 
     async def tell_who_asks(data: CallModelData[Any]) -> ModelInputData:

@@ -15,7 +15,6 @@ from agl import LLM
 from agl.selection import Selection
 from agl_openai_agents.configuring import routed
 from agl_openai_agents.routing import Route, RoutedModel
-from agl_openai_agents.tracing import watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +63,11 @@ def install(
     The arguments are those of `run_config`. A configuration that a run is given holds.
 
     Returns:
-        How to undo it. At the end of a rollout nothing needs to be undone: its context ends with it.
+        How to undo it. At the end of a rollout nothing needs to be undone: its context ends with it, and elsewhere the
+        runner does what it did before.
     """
     global _installed, _runner
     token = _wanted.set(_Wanted(Route(llm, use_responses), Selection(optimize)))
-    stop = watch()
     with _lock:
         _installed += 1
         if _runner is None:
@@ -89,6 +88,5 @@ def install(
                 set_default_agent_runner(_runner.before)
                 _runner = None
         _wanted.set(before)
-        stop()
 
     return undo
