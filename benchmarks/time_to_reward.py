@@ -46,11 +46,13 @@ class Budget:
     check_every: int
     target: float = 0.75
     """Held-out reward at which the clock stops."""
+    samples: int = 4
+    """Answers to each held-out question."""
 
 
 FULL = Budget(steps=40, tasks_per_step=8, group_size=8, check_every=2)
 LEARNING_RATE: dict[Prompt, float] = {"short": 1e-3, "agent": 3e-4}
-QUICK = Budget(steps=1, tasks_per_step=2, group_size=4, check_every=1)
+QUICK = Budget(steps=1, tasks_per_step=2, group_size=4, check_every=1, samples=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def learn(asked: dict[str, Any]) -> dict[str, Any]:
                 trainer.step(batch)
                 if trainer.steps % asked["check_every"] == 0:
                     with clock.pause():
-                        score = held_out_reward(task, session.policy.model, session.policy.tokenizer)
+                        score = held_out_reward(task, session.policy.model, session.policy.tokenizer, asked["samples"])
                     curve.append((trainer.steps, *clock.reading, score))
                     if score >= asked["target"]:
                         break

@@ -31,7 +31,7 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step % self.asked["check_every"] == 0:
             with self.clock.pause():
-                score = held_out_reward(self.task, model, self.tokenizer)
+                score = held_out_reward(self.task, model, self.tokenizer, self.asked["samples"])
             self.curve.append((state.global_step, *self.clock.reading, score))
             control.should_training_stop = score >= self.asked["target"]
 

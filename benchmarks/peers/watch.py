@@ -13,8 +13,6 @@ from transformers import GenerationConfig
 
 from peers.sql_task import ANSWER_TOKENS, SqlTask
 
-SAMPLES = 4
-"""Answers to each held-out question."""
 BATCH = 64
 """Answers at once."""
 SEED = 0
@@ -47,12 +45,19 @@ def _processor_seconds() -> float:
 
 
 @torch.no_grad()
-def held_out_reward(task: SqlTask, model: Any, tokenizer: Any) -> float:
-    """Mean reward of answers to the held-out questions, sampled as in training: that is what training improves."""
+def held_out_reward(task: SqlTask, model: Any, tokenizer: Any, samples: int) -> float:
+    """Mean reward of answers to the held-out questions, sampled as in training: that is what training improves.
+
+    Args:
+        task: asks.
+        model: answers.
+        tokenizer: of the model.
+        samples: answers to each question.
+    """
     training, state = model.training, torch.get_rng_state()  # what is measured must not depend on being watched
     model.eval()
     torch.manual_seed(SEED)
-    asked = task.held_out * SAMPLES
+    asked = task.held_out * samples
     rewards: list[float] = []
     for start in range(0, len(asked), BATCH):
         items = asked[start : start + BATCH]
