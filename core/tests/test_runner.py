@@ -185,6 +185,8 @@ async def test_whatever_an_agent_raises_is_its_error_and_the_next_one_runs(agent
         (named("InternalServerError"), "infra_error"),
         (caused(named("APITimeoutError")), "infra_error"),
         (caused(caused(named("ConnectError"))), "infra_error"),
+        (named("APIError"), "infra_error"),
+        (caused(named("RemoteProtocolError")), "infra_error"),
         (named("BadRequestError"), "agent_error"),
         (caused(named("RateLimit")), "agent_error"),
         (ConnectionError("the agent's own database"), "agent_error"),

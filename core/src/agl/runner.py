@@ -34,12 +34,15 @@ if TYPE_CHECKING:
 
 INFRASTRUCTURE_ERRORS = {
     "APIConnectionError",
+    "APIError",  # as such, of no status: the SDKs raise it for an answer that broke off in the middle
     "APITimeoutError",
     "InternalServerError",
     "ConnectError",
     "ReadError",
+    "ReadTimeout",
+    "RemoteProtocolError",
 }
-"""Names of exceptions that mean "the model could not be reached": not the agent's fault."""
+"""Names of exceptions that mean "the model could not be reached, or not to the end": not the agent's fault."""
 
 LONGEST_ERROR = 4000
 """Characters of an agent's error that are kept: its beginning and its end."""

@@ -15,10 +15,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 import agl
-from agl import plugins
 from agl.testing import ModelServer, ScriptedEngine, tool_call
-from agl.testing.contract import Lightning, Played, play, start_lightning
-from agl.transitions import causes
+from agl.testing.contract import Lightning, play, start_lightning
 
 WRITER = {"metadata": {"agl_agent": "writer"}}
 ASK: Any = {"messages": [("user", "hi")]}
@@ -46,20 +44,9 @@ def signals(lightning: Lightning, server: ModelServer) -> Callable[..., Any]:
             await agent(ChatOpenAI(**llm.openai(), max_retries=0))
 
         (played,) = await play(with_chat, lightning, server)
-        return caused(played)
+        return played.signals()
 
     return run
-
-
-def caused(played: Played) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = [{} for _ in played.transitions]
-    judged = plugins.signal_rewards(played.rollout.steps)
-    for values, cause in zip(judged, causes(played.rollout, played.transitions), strict=True):
-        for name, value in values.items():
-            if value:
-                assert cause is not None, (name, played.rollout.steps)
-                found[cause][name] = found[cause].get(name, 0.0) + value
-    return found
 
 
 @tool

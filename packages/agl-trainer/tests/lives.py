@@ -82,7 +82,7 @@ def live(model: str, output: str, settings: dict[str, Any], warm: bool, fate: di
         (Policy, "gradients", "gradients"),
         (Policy, "_apply", "apply"),
         (TransformersBackend, "update_weights", "weights"),
-        (checkpoint, "_to_disk", "disk"),
+        (checkpoint, "to_disk", "disk"),
         (os, "rename", "rename"),
         (checkpoint, "prune", "prune"),
         (Session, "evaluate", "evaluate"),

@@ -20,19 +20,20 @@ from agl.errors import RunError
 from agl.protocols import LossInputs
 from agl.records import Transition
 from agl.transitions import build_rows
-from agl_trainer import models, updates
+from agl_trainer import algorithms, checkpoint, models, updates
 from agl_trainer.algorithms.grpo import GRPO
 from agl_trainer.batch.pack import TrainRow
 from agl_trainer.batch.weights import token_weights
 from agl_trainer.commands import trainer_from
 from agl_trainer.config import TrainConfig
-from agl_trainer.policy import Policy
+from agl_trainer.policy import Policy, join
 from agl_trainer.sharding import full, local
 from agl_trainer.testing import tiny_model, tiny_tokenizer
 
 CASES = {"many small": (7, 64), "one each": (7, 10_000), "one row for two ranks": (1, 64)}
 """Rows of the step, and tokens of a micro-batch."""
 GUARD = GRPO(kl_coef=0.0, clip_high=0.3)
+PPO = {"name": "ppo", "gae_lambda": 0.9}
 
 
 def new_models(folder: Path) -> dict[str, Path]:
@@ -71,11 +72,15 @@ def new_policy(model: Path, precision: str, **settings: Any) -> Policy:
         models.load = load
 
 
-def gradients(places: Mapping[str, Path], **settings: Any) -> dict[str, torch.Tensor]:
+def gradients(
+    places: Mapping[str, Path], cases: Sequence[str] = tuple(CASES), passes: int = 2, **settings: Any
+) -> dict[str, torch.Tensor]:
     """The gradient that the optimiser is given, for every model and case."""
+    algorithm = algorithms.make(settings["algorithm"]) if "algorithm" in settings else GUARD
     found: dict[str, torch.Tensor] = {}
     for precision, model in places.items():
-        for case, (count, budget) in CASES.items():
+        for case in cases:
+            count, budget = CASES[case]
             policy = new_policy(model, precision, micro_batch_tokens=budget, **settings)
 
             def keep(optimizer: Any, *_: Any, name: str = f"{precision}, {case}") -> None:
@@ -85,8 +90,33 @@ def gradients(places: Mapping[str, Path], **settings: Any) -> dict[str, torch.Te
                 found[name] = torch.cat([part.reshape(-1) for part in parts]).clone()
 
             policy.optimizer.register_step_pre_hook(keep)
-            updates.learn(policy, rows(count), GUARD, policy.config, 2)
+            updates.learn(policy, rows(count), algorithm, policy.config, passes)
             policy.close()
+    return found
+
+
+def of_ppo(places: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """The gradient of a policy and its critic, whose small errors Adam would blow up before a second pass."""
+    return gradients(places, ["many small"], passes=1, algorithm=PPO)
+
+
+def resumed(model: Path, root: Path, chosen: Any) -> list[str]:
+    """Fingerprints of a policy that goes on after a checkpoint, and of one that the checkpoint brought back."""
+    algorithm, found = algorithms.make(chosen), []
+    for again in (False, True):
+        policy = new_policy(model, "float32", micro_batch_tokens=64, algorithm=chosen)
+        if again:
+            tensors, state = checkpoint.read(root / "000001")
+            checkpoint.restore(policy, tensors, state["policy"])
+        else:
+            updates.learn(policy, rows(7), algorithm, policy.config, 1)
+            tensors, values = checkpoint.capture(policy)
+            policy.ranks.lead(lambda t=tensors, v=values: checkpoint.write(root, t, {"policy": v}, "000001"))
+            assert policy.ranks.leads or not (tensors["weights"] or tensors["optimizer"]), "rank 0 alone needs them"
+        updates.learn(policy, rows(5), algorithm, policy.config, 1)
+        critic = [] if policy.critic is None else [value.double().sum().item() for value in policy.critic.parameters()]
+        found.append(f"{policy.fingerprint()} {critic}")
+        policy.close()
     return found
 
 
@@ -141,12 +171,14 @@ def steps(places: Mapping[str, Path], folder: Path) -> None:
     told["fingerprint"] = policy.fingerprint()
     policy.close()
     told["agents"] = of_agents(places["float32"])
+    told["resumed"] = resumed(places["float32"], folder / "kept", PPO)
+    found |= {f"{name}, ppo": gradient for name, gradient in of_ppo(places).items()}
     torch.save(found, folder / f"rank{rank}.pt")
     (folder / f"rank{rank}.json").write_text(json.dumps(told))
 
 
 def sharded(places: Mapping[str, Path], folder: Path) -> None:
-    """FSDP2: gradients out of shards, what is saved, and a whole run."""
+    """FSDP2: gradients out of shards, what is saved, a whole run, and the end of one that a rank had left."""
     found = gradients(places, activation_checkpointing=True)
     policy = new_policy(places["float32"], "float32", micro_batch_tokens=64)
     rank = policy.ranks.rank
@@ -155,11 +187,29 @@ def sharded(places: Mapping[str, Path], folder: Path) -> None:
     policy.close()
     run = trainer_from(folder / "train.toml").fit()
     told["run"] = str(run.model)
+    (left,) = (folder / "doomed").iterdir()
+    told["gone on"] = str(trainer_from(folder / "train.toml", checkpoint_every=1, resume=left).fit().model)
     torch.save(found, folder / f"sharded{rank}.pt")
     (folder / f"sharded{rank}.json").write_text(json.dumps(told))
+
+
+def doomed(places: Mapping[str, Path], folder: Path) -> None:
+    """FSDP2: a run in whose second step one rank fails, while the other waits for it inside a layer."""
+    trainer = trainer_from(folder / "train.toml", checkpoint_every=1, output_dir=str(folder / "doomed"))
+    loss, rank = GRPO.loss, join().rank
+
+    def broken(self: GRPO, inputs: LossInputs) -> Any:
+        if trainer.steps == 1 and rank == 1:
+            raise MemoryError("no room on this one")
+        return loss(self, inputs)
+
+    GRPO.loss = broken
+    trainer.fit()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, target = sys.argv[1], Path(sys.argv[2])
-    {"steps": steps, "sharded": sharded}[what]({name: target / name for name in ("float64", "float32")}, target)
+    {"steps": steps, "sharded": sharded, "doomed": doomed}[what](
+        {name: target / name for name in ("float64", "float32")}, target
+    )

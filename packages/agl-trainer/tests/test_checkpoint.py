@@ -35,6 +35,7 @@ def keep(policy: Policy, root: Path, name: str, reward: float | None = None) -> 
 
 
 def bring_back(policy: Policy, folder: Path) -> None:
+    checkpoint.verify(folder)
     tensors, state = checkpoint.read(folder)
     checkpoint.restore(policy, tensors, state["policy"])
 
@@ -89,7 +90,7 @@ def test_a_damaged_checkpoint_names_the_file_and_the_one_before_is_used(
     good, bad = keep(policy, tmp_path, "000001"), keep(policy, tmp_path, "000002")
     harm(bad / name)
     with pytest.raises(DamagedCheckpoint, match=name.replace(".", r"\.")):
-        checkpoint.read(bad)
+        checkpoint.verify(bad)
     assert checkpoint.newest(tmp_path) == good
     said = capfd.readouterr().err
     assert "checkpoint 000002 is damaged and not used" in said and name in said
@@ -100,7 +101,7 @@ def test_a_manifest_that_says_nothing_is_damage(policy: Policy, tmp_path: Path, 
     folder = keep(policy, tmp_path, "000001")
     (folder / "manifest.json").write_text(content)
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
-        checkpoint.read(folder)
+        checkpoint.verify(folder)
     assert checkpoint.newest(tmp_path) is None
 
 
@@ -116,20 +117,29 @@ def test_every_file_is_on_disk_before_the_name_is_there(
     policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     events: list[str] = []
-    monkeypatch.setattr(checkpoint, "_to_disk", lambda path: events.append(path.name))
+    monkeypatch.setattr(checkpoint, "to_disk", lambda path: events.append(path.name))
     rename = checkpoint.os.rename
     monkeypatch.setattr(checkpoint.os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    keep(policy, tmp_path, "000001")
+    keep(policy, tmp_path / "checkpoints", "000001")
     at = events.index("rename")
-    assert {*events[:at]} >= {path.name for path in (tmp_path / "000001").iterdir()}
-    assert events[at - 1] == ".000001.partial" and events[at + 1 :] == [tmp_path.name]
+    assert {*events[:at]} >= {path.name for path in (tmp_path / "checkpoints" / "000001").iterdir()}
+    assert events[at - 1] == ".000001.partial" and events[at + 1 :] == ["checkpoints"]
+    assert events[0] == tmp_path.name, "the new folder of checkpoints is itself on disk"
 
 
 def test_the_last_ones_and_the_best_are_kept(policy: Policy, tmp_path: Path):
     for number, reward in enumerate([0.1, 0.9, None, 0.5, None, None]):
-        keep(policy, tmp_path, f"{number:06d}", reward)
-        checkpoint.prune(tmp_path, 2)
+        checkpoint.prune(tmp_path, 2, keep(policy, tmp_path, f"{number:06d}", reward))
     assert [path.name for path in checkpoint.found(tmp_path)] == ["000001", "000004", "000005"]
+
+
+def test_a_damaged_one_that_was_passed_over_takes_no_place_of_a_whole_one(policy: Policy, tmp_path: Path):
+    keep(policy, tmp_path, "000004")
+    flip(keep(policy, tmp_path, "000008") / "weights.safetensors")
+    assert checkpoint.newest(tmp_path) == tmp_path / "000004"  # the run goes on from there, and keeps more often now
+    checkpoint.prune(tmp_path, 1, keep(policy, tmp_path, "000005"))
+    assert checkpoint.newest(tmp_path) == tmp_path / "000005"
+    assert checkpoint.found(tmp_path) == [tmp_path / "000005"]
 
 
 def test_a_checkpoint_of_another_model_is_told(model_folder: Path, tmp_path: Path):
@@ -155,11 +165,13 @@ async def agent(task: Any, llm: Any) -> float:
 
 
 TASKS = [{"id": "a"}, {"id": "b"}]
+NO_MODEL = "no/such/model"
+"""No id of a hub either, so nobody is asked for it."""
 
 
 def run_folder(tmp_path: Path, **settings: Any) -> Path:
     """What a run with these settings leaves behind before anything happened."""
-    trainer = Trainer(agent, TASKS, model="m", **settings)
+    trainer = Trainer(agent, TASKS, model=NO_MODEL, **settings)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps(trainer.session._identity))
@@ -167,7 +179,7 @@ def run_folder(tmp_path: Path, **settings: Any) -> Path:
 
 
 def resume(folder: Path, tasks: Any = TASKS, **settings: Any) -> None:
-    with Trainer(agent, tasks, resume=folder, **{"model": "m", **settings}).session:
+    with Trainer(agent, tasks, resume=folder, **{"model": NO_MODEL, **settings}).session:
         raise AssertionError("it must not begin")
 
 
@@ -195,7 +207,7 @@ def test_settings_that_would_make_it_another_run_are_told_with_both_values(
 def test_settings_that_change_no_mathematics_may_change(tmp_path: Path):
     assert set(TrainConfig.model_fields) >= checkpoint.MAY_CHANGE
     others = {"steps": 99, "micro_batch_tokens": 77, "workers": 2, "checkpoint_every": 3, "output_dir": "elsewhere"}
-    with pytest.raises(UsageError, match=r"model 'm' could not be loaded"):  # that far it came
+    with pytest.raises(UsageError, match=r"model '.*' could not be loaded"):  # that far it came
         resume(run_folder(tmp_path), **others)
 
 

@@ -218,6 +218,13 @@ def test_without_a_discount_all_calls_of_the_agent_share_its_signals():
         ({"signals": {"x": 1.0}}, PluginError, r"known: empty_result, parse_failure, tool_error, tool_success"),
         ({"refill": -1}, ConfigError, r"setting 'refill' = -1"),
         ({"refill": 1, "algorithm": "ppo"}, ConfigError, r"refill=1 .*critic"),
+        ({"group_size": 1}, ConfigError, r"group_size=1: 'grpo' compares rollouts .*group_size=8, or .*'reinforce_pp'"),
+        ({"group_size": 1, "algorithm": "rloo", "baseline": "agent"}, ConfigError, r"group_size=1: 'rloo'"),
+        (
+            {"group_size": 1, "algorithm": {"name": "reinforce_pp", "group_baseline": True}},
+            ConfigError,
+            r"group_size=1: 'reinforce_pp'",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_told_before_anything_is_loaded(
@@ -235,6 +242,10 @@ def test_settings_that_cannot_work_are_told_before_anything_is_loaded(
         {"discount": 0.9, "baseline": {"state": 0.5}},
         {"discount": 0.9, "algorithm": "ppo"},
         {"signals": WEIGHTS},
+        {"group_size": 1, "algorithm": "ppo"},
+        {"group_size": 1, "algorithm": "reinforce_pp"},
+        {"group_size": 1, "baseline": "state"},  # an agent may be in one state twice
+        {"group_size": 1, "steps": 0},
     ],
 )
 def test_settings_that_work_together_are_taken(settings: dict[str, Any]):

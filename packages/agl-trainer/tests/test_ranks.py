@@ -137,7 +137,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(ranks: Path) -> Mapping[str, torch.Tensor]:
-    return on_ranks.gradients({name: ranks / name for name in TOLERANCE})
+    places = {name: ranks / name for name in TOLERANCE}
+    return on_ranks.gradients(places) | {f"{name}, ppo": grad for name, grad in on_ranks.of_ppo(places).items()}
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -147,10 +148,10 @@ def told(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks_have_the_gradient_of_one(ranks: Path, alone: Mapping[str, torch.Tensor]):
-    """Whatever the micro-batch, and also where one rank has no row at all."""
+    """Whatever the micro-batch, also where one rank has no row at all, and with a critic."""
     for rank in range(2):
         found = torch.load(ranks / f"rank{rank}.pt", weights_only=True)
-        assert found.keys() == alone.keys() and len(found) == 6
+        assert found.keys() == alone.keys() and len(found) == 8
         for name, gradient in alone.items():
             assert relative(found[name], gradient) < TOLERANCE[name.split(",")[0]], name
 
@@ -181,8 +182,33 @@ def test_two_ranks_train_an_adapter_for_each_agent_as_one_does(ranks: Path):
         assert rank["agents"][7] == rank["agents"][3]
 
 
+@pytest.mark.slow
+def test_two_ranks_go_on_from_a_checkpoint_as_if_nothing_had_happened(ranks: Path):
+    """With a critic, its optimiser state and its count of steps; bit by bit, and the same on both."""
+    first, second = (rank["resumed"] for rank in told(ranks))
+    assert len(first) == 2 and first[0] == first[1]
+    assert first == second
+
+
 @pytest.fixture(scope="module")
-def shards(ranks: Path) -> Path:
+def doomed(ranks: Path) -> tuple[int, str]:
+    """Exit status and output of a run in shards that one rank left in the middle of its second step."""
+    command = (*LAUNCH, config_file("fsdp2.yaml", ranks), PROGRAM, "doomed", str(ranks))
+    return start(*command, ACCELERATE_USE_CPU="true")[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_rank_that_fails_in_shards_ends_all_with_the_reason(doomed: tuple[int, str], ranks: Path):
+    status, output = doomed
+    assert status != 0
+    assert "MemoryError: no room on this one" in output
+    (run,) = (ranks / "doomed").iterdir()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["000001"]
+
+
+@pytest.fixture(scope="module")
+def shards(ranks: Path, doomed: tuple[int, str]) -> Path:
     on_cpu(*LAUNCH, config_file("fsdp2.yaml", ranks), PROGRAM, "sharded", str(ranks))
     return ranks
 
@@ -210,9 +236,9 @@ def test_shards_have_the_gradient_of_one_process(shards: Path, alone: Mapping[st
     """FSDP2 with activation checkpointing, against one process without either."""
     for rank in range(2):
         found = torch.load(shards / f"sharded{rank}.pt", weights_only=True)
-        assert found.keys() == alone.keys()
-        for name, gradient in alone.items():
-            assert relative(found[name], gradient) < TOLERANCE[name.split(",")[0]], name
+        assert found.keys() == {name for name in alone if "ppo" not in name}
+        for name, gradient in found.items():
+            assert relative(gradient, alone[name]) < TOLERANCE[name.split(",")[0]], name
         assert 0.4 < json.loads((shards / f"sharded{rank}.json").read_text())["share"] < 0.6
 
 
@@ -222,6 +248,17 @@ def test_a_run_in_shards_ends_with_the_model_of_one_process(shards: Path, traine
     first, second = (Path(json.loads((shards / f"sharded{rank}.json").read_text())["run"]) for rank in range(2))
     assert first == second != trained
     assert far(first, trained) < 1e-4 < far(first, ranks / "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_in_shards_that_failed_goes_on_and_ends_with_the_model_of_one_process(
+    shards: Path, trained: Path, ranks: Path
+):
+    model = Path(json.loads((shards / "sharded0.json").read_text())["gone on"])
+    assert far(model, trained) < 1e-4 < far(model, ranks / "float32")
+    steps = [json.loads(line)["step"] for line in (model.parent / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from agl.records import Call, Rollout, Step, Task, Transition
 from agl.runner import run_attempt
 from agl.testing.engine import Reply, ScriptedEngine, tool_call
 from agl.testing.server import Exchange, Fault, ModelServer
-from agl.transitions import build_rows
+from agl.transitions import build_rows, causes
 from agl.wire import PolicyState
 
 
@@ -106,6 +106,17 @@ class Played:
     def steps(self, *kinds: str) -> list[Step]:
         """The steps of these kinds."""
         return [step for step in self.rollout.steps if step.kind in kinds]
+
+    def signals(self) -> list[dict[str, float]]:
+        """For each transition the signals that it caused and that are not 0; no signal is without a cause."""
+        found: list[dict[str, float]] = [{} for _ in self.transitions]
+        judged = plugins.signal_rewards(self.rollout.steps)
+        for values, cause in zip(judged, causes(self.rollout, self.transitions), strict=True):
+            for name, value in values.items():
+                if value:
+                    assert cause is not None, (name, self.rollout.steps)
+                    found[cause][name] = found[cause].get(name, 0.0) + value
+        return found
 
     def calls(self, state: str) -> list[Call]:
         """The calls that ended so."""

@@ -12,7 +12,7 @@ from autogen_core.tools import Tool, ToolSchema
 from autogen_ext.models.openai import BaseOpenAIChatCompletionClient, OpenAIChatCompletionClient
 
 from agl import LLM
-from agl_autogen.reporting import Run, model_call
+from agl_autogen.reporting import Run, answered, model_call
 
 MODEL_INFO = ModelInfo(
     vision=False,
@@ -127,8 +127,8 @@ class WatchedClient(ChatCompletionClient):
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
         """Ask the model."""
-        with model_call(self.run, self.agent, self._model):
-            return await self._answering.create(
+        with model_call(self.run, self.agent, self._model) as call:
+            result = await self._answering.create(
                 messages,
                 tools=tools,
                 tool_choice=tool_choice,
@@ -136,6 +136,8 @@ class WatchedClient(ChatCompletionClient):
                 extra_create_args=extra_create_args,
                 cancellation_token=cancellation_token,
             )
+            answered(call, result)
+            return result
 
     async def create_stream(
         self, messages: Sequence[LLMMessage], **arguments: Any
@@ -145,7 +147,7 @@ class WatchedClient(ChatCompletionClient):
             async with aclosing(self._answering.create_stream(messages, **arguments)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, CreateResult):
-                        call.end()
+                        answered(call, piece)
                     yield piece
 
     async def close(self) -> None:

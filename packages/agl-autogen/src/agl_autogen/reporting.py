@@ -5,6 +5,7 @@ An error in here never reaches the agent: the first of a run is logged, all are 
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections import Counter
@@ -14,7 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autogen_core.models import FunctionExecutionResult
+from autogen_core import FunctionCall
+from autogen_core.models import CreateResult, FunctionExecutionResult
 
 from agl import LLM, scope
 from agl.records import StepKind
@@ -67,9 +69,9 @@ class Reported:
         self._ended = False
         self._tell("start")
 
-    def end(self) -> None:
-        """It returned, and what it returned was used."""
-        self._finish("end")
+    def end(self, **data: Any) -> None:
+        """It returned, and what it returned was used; ``data`` tells of it (`agl.records.Step.data`)."""
+        self._finish("end", **data)
 
     def fail(self, error: str) -> None:
         """It failed, or nobody waited for its end."""
@@ -111,7 +113,25 @@ def tool_call(run: Run, agent: str, tool: str, tool_call_id: str | None) -> Gene
 def tool_not_executed(run: Run, agent: str, result: FunctionExecutionResult) -> None:
     """Report a call that reached no tool: a handoff, an unknown tool, arguments that are no JSON."""
     call = Reported(run, "tool", agent, result.name, tool_call_id=result.call_id)
-    call.fail(result.content) if result.is_error else call.end()
+    call.fail(result.content) if result.is_error else call.end(result_length=scope.result_length(result.content))
+
+
+def answered(call: Reported, result: CreateResult) -> None:
+    """Report the end of a model call, with the tool calls that its answer makes and how many more do not parse."""
+    texts = [result.content] if isinstance(result.content, str) else []
+    texts += [result.thought] if result.thought else []
+    unparsed = sum(map(scope.unparsed_tool_calls, texts))
+    asked: list[FunctionCall] = [] if isinstance(result.content, str) else result.content
+    unparsed += sum(not _is_json_object(one.arguments) for one in asked)
+    ids = [one.id for one in asked]
+    call.end(**({"tool_calls": ids} if ids else {}), **({"unparsed": unparsed} if unparsed else {}))
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (TypeError, ValueError):
+        return False
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from autogen_core import CancellationToken, ComponentModel
 from autogen_core.tools import StaticStreamWorkbench, ToolResult, ToolSchema, Workbench
 
+from agl import scope
 from agl_autogen.reporting import Reported, Run, tool_call
 
 
@@ -86,7 +87,8 @@ class WatchedStreamWorkbench(WatchedWorkbench, StaticStreamWorkbench):
 
 
 def _judge(call: Reported, result: ToolResult) -> None:
-    call.fail(result.to_text(replace_image="an image")) if result.is_error else call.end()
+    text = result.to_text(replace_image="an image")
+    call.fail(text) if result.is_error else call.end(result_length=scope.result_length(text))
 
 
 def watch(workbench: Workbench, agent: str, run: Run) -> Workbench:

@@ -76,10 +76,25 @@ class Position:
 # ---------------------------------------------------------------------------------------------------- policy
 
 
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """Whole values, by name, of all that learning changes. All ranks take part; rank 0 alone keeps what is gathered."""
+    return _whole(policy, policy.trained | policy.buffers)
+
+
+def _whole(policy: Policy, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One after the other: a device that holds shards has no room for everything at once."""
+    gathered: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        whole = full(value.detach())
+        if policy.ranks.leads:
+            gathered[name] = whole if whole is value else whole.cpu()
+    return gathered
+
+
 def capture(policy: Policy) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     """All state of a policy and of the random number generators: tensors for each file, and plain values.
 
-    All ranks take part; what is sharded is gathered.
+    All ranks take part; what is sharded is gathered, and rank 0 alone keeps it.
     """
     names = {parameter: name for name, parameter in policy.trained.items()}
     moments: dict[str, torch.Tensor] = {}
@@ -87,7 +102,7 @@ def capture(policy: Policy) -> tuple[dict[str, dict[str, torch.Tensor]], dict[st
     for parameter, state in policy.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                moments[f"{key}/{names[parameter]}"] = full(value)
+                moments[f"{key}/{names[parameter]}"] = value
             else:
                 plain.setdefault(names[parameter], {})[key] = value
     groups = [{key: x for key, x in group.items() if key != "params"} for group in policy.optimizer.param_groups]
@@ -95,8 +110,7 @@ def capture(policy: Policy) -> tuple[dict[str, dict[str, torch.Tensor]], dict[st
     assert isinstance(generator, tuple)
     words = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(generator[1].astype(np.int64))}
     words |= {f"cuda{place}": state for place, state in enumerate(torch.cuda.get_rng_state_all())}
-    weights = {name: full(value) for name, value in (policy.trained | policy.buffers).items()}
-    tensors = {"weights": weights, "optimizer": moments, "random": words}
+    tensors = {"weights": weights(policy), "optimizer": _whole(policy, moments), "random": words}
     values = {
         "version": policy.version,
         "bad_steps": policy.bad_steps,
@@ -151,7 +165,9 @@ def restore(policy: Policy, tensors: Mapping[str, Mapping[str, torch.Tensor]], v
 
 def write(root: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any], name: str) -> Path:
     """Write a checkpoint ``root/name``, so that it is there whole or not at all, whenever the power fails."""
-    root.mkdir(exist_ok=True)
+    if not root.exists():
+        root.mkdir()
+        to_disk(root.parent)
     for left in root.glob(".*.partial"):  # of a process that was killed while it wrote
         shutil.rmtree(left)
     aside = root / f".{name}.partial"
@@ -162,12 +178,12 @@ def write(root: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: 
     files = {file.name: {"bytes": file.stat().st_size, "sha256": _hash(file)} for file in sorted(aside.iterdir())}
     (aside / MANIFEST).write_text(json.dumps(files, indent=1))
     for file in (*aside.iterdir(), aside):
-        _to_disk(file)
+        to_disk(file)
     final = root / name
     if final.exists():  # of a run that was resumed from before it
         shutil.rmtree(final)
     os.rename(aside, final)
-    _to_disk(root)
+    to_disk(root)
     return final
 
 
@@ -176,8 +192,8 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, path)
 
 
-def read(folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Tensors and state of a checkpoint, every byte checked.
+def verify(folder: Path) -> None:
+    """Check every byte of a checkpoint.
 
     Raises:
         DamagedCheckpoint: it names the file that is missing, cut short or changed.
@@ -196,17 +212,25 @@ def read(folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, An
             raise DamagedCheckpoint(f"{file} was changed: its hash is not that of the manifest")
     if not {STATE, "weights.safetensors", "optimizer.safetensors", "random.safetensors"} <= files.keys():
         raise DamagedCheckpoint(f"{folder / MANIFEST} does not list all files of a checkpoint")
+
+
+def read(folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """Tensors and state of a checkpoint that is whole (`verify`).
+
+    Raises:
+        RunError: another agl wrote it.
+    """
     state = json.loads((folder / STATE).read_text())
     if state["format"] != FORMAT:
         raise RunError(f"{folder} has format {state['format']}, written by another agl; this one reads {FORMAT}")
-    return {file.stem: load_file(file) for file, _, _ in entries if file.suffix == ".safetensors"}, state
+    return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}, state
 
 
 def newest(root: Path) -> Path | None:
     """The newest checkpoint that is whole; None when there is none. What is passed over is said."""
     for folder in reversed(found(root)):
         try:
-            read(folder)
+            verify(folder)
         except DamagedCheckpoint as damage:
             say(f"checkpoint {folder.name} is damaged and not used: {damage}")
             continue
@@ -219,10 +243,15 @@ def found(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("[0-9]*") if path.is_dir()) if root.is_dir() else []
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` and the one with the best held-out reward."""
+def prune(root: Path, keep: int, last: Path) -> None:
+    """Remove all but the last ``keep`` and the one with the best held-out reward.
+
+    What comes after ``last``, the newest one, was damaged when the run was resumed from before it: it goes first, so
+    that it takes no place of a whole one.
+    """
+    past = [folder for folder in found(root) if folder.name <= last.name]
     rewards: dict[Path, float] = {}
-    for folder in found(root):
+    for folder in past:
         try:
             reward = json.loads((folder / STATE).read_text())["position"]["reward"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -230,8 +259,8 @@ def prune(root: Path, keep: int) -> None:
         if reward is not None:
             rewards[folder] = reward
     best = max(rewards, key=lambda folder: rewards[folder], default=None)
-    for folder in found(root)[:-keep]:
-        if folder != best:
+    for folder in found(root):
+        if folder not in past[-keep:] and folder != best:
             shutil.rmtree(folder)
 
 
@@ -240,7 +269,8 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, would survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

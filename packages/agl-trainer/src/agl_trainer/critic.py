@@ -13,13 +13,13 @@ from agl.protocols import Algorithm
 
 
 class Critic(nn.Module):
-    """A value head in float32, on the policy's trunk or on one of its own. At first it expects 0 everywhere."""
+    """A value head in at least float32, on the policy's trunk or one of its own. At first it expects 0 everywhere."""
 
-    def __init__(self, hidden: int, trunk: nn.Module | None = None) -> None:
+    def __init__(self, hidden: int, trunk: nn.Module | None = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.trunk = trunk
         """None: the policy's."""
-        self.head = nn.Linear(hidden, 1, dtype=torch.float32)
+        self.head = nn.Linear(hidden, 1, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -47,4 +47,5 @@ def make_critic(model: Any, algorithm: Algorithm) -> Critic:
     own = copy.deepcopy(model) if kind == "model" else model
     plain = own.get_base_model() if hasattr(own, "get_base_model") else own
     weight = plain.get_output_embeddings().weight
-    return Critic(weight.shape[-1], plain.get_decoder() if kind == "model" else None).to(weight.device)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return Critic(weight.shape[-1], plain.get_decoder() if kind == "model" else None, dtype).to(weight.device)

@@ -124,7 +124,7 @@ class Trainer:
                 f"{NOTHING_TO_LEARN}"
             )
         position.steps += 1
-        if self.steps == min(3, config.steps):
+        if self.steps == session.patience:
             session.selection.check(session.agents_seen)
         session.report(self.steps, metrics)
         return metrics

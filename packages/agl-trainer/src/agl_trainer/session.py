@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agl import endpoint, log, plugins
-from agl.errors import BackendError, CaptureError, ConfigError, NumericsError, UsageError
+from agl.errors import BackendError, CaptureError, ConfigError, NumericsError, SelectionError, UsageError
 from agl.protocols import AgentFunction, Algorithm, Backend
 from agl.records import Mode, Rollout, Task
 from agl.selection import Selection
@@ -159,6 +159,8 @@ class Session:
             try:
                 self.folder.mkdir(parents=True)
                 about.write_text(json.dumps(self._identity, indent=1))
+                for place in (about, self.folder, self.folder.parent):
+                    checkpoint.to_disk(place)
             except FileExistsError:
                 raise UsageError(f"this Trainer has run already, into {self.folder}; make a new one") from None
             except OSError as error:
@@ -176,7 +178,8 @@ class Session:
         """Go back to the newest checkpoint, or to the beginning; finished rollouts of later steps are still there."""
         folder = self.ranks.lead(lambda: checkpoint.newest(self.folder / CHECKPOINTS))
         if folder is not None:
-            tensors, state = checkpoint.read(folder)
+            with self.ranks.together():  # machines may not see the same files
+                tensors, state = checkpoint.read(folder)
             checkpoint.restore(self.policy, tensors, state["policy"])
             self.position = Position(**state["position"])
             self.position.ahead = [(number, first, count) for number, first, count in self.position.ahead]
@@ -262,8 +265,23 @@ class Session:
 
     def _finish(self, wanted: Sequence[Rollout]) -> list[Rollout]:
         ended = self.ranks.lead(lambda: self._collect(wanted))
+        first = not self.agents_seen
         self.agents_seen |= {call.agent for rollout in ended for call in rollout.calls}
+        if first and self.agents_seen and self.ranks.leads:
+            self._warn_of_absent_agents()
         return ended
+
+    def _warn_of_absent_agents(self) -> None:
+        """A name that is misspelt is told after the first rollouts; it is no error yet, for an agent may rest."""
+        try:
+            self.selection.check(self.agents_seen)
+        except SelectionError as error:
+            say(f"warning: {error}. Training stops after step {self.patience} if it stays so")
+
+    @property
+    def patience(self) -> int:
+        """Steps in which a selected agent may rest before its name counts as wrong."""
+        return min(3, self.config.steps)
 
     def _collect(self, wanted: Sequence[Rollout]) -> list[Rollout]:
         with Progress(wanted[0].batch) as progress:
@@ -392,8 +410,8 @@ class Session:
 
     def _dump(self, rows: Sequence[TrainRow], reason: str) -> None:
         folder = self.folder / REFUSED / f"{self.position.done + 1:06d}"
-        weights, _ = checkpoint.capture(self.policy)
-        self.ranks.lead(lambda: numerics.dump(folder, rows, weights["weights"], self.policy, reason))
+        weights = checkpoint.weights(self.policy)
+        self.ranks.lead(lambda: numerics.dump(folder, rows, weights, self.policy, reason))
         if self.ranks.leads:
             say(f"a step was refused ({reason}); it is kept in {folder}, to be replayed by `agl replay`")
 
@@ -461,11 +479,13 @@ class Session:
     def _keep(self, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         position, root = self.position, self.folder / CHECKPOINTS
         position.logged = log.size(self.folder)
+        if position.logged:
+            checkpoint.to_disk(self.folder / log.NAME)
         position.agents_seen = sorted(self.agents_seen)
         position.evaluations = [asdict(evaluation) for evaluation in self.evaluations.values()]
         state = {"position": asdict(position), "policy": values}
-        checkpoint.write(root, tensors, state, f"{position.done:06d}")
-        checkpoint.prune(root, self.config.keep_checkpoints)
+        written = checkpoint.write(root, tensors, state, f"{position.done:06d}")
+        checkpoint.prune(root, self.config.keep_checkpoints, written)
 
     # ------------------------------------------------------------------------------------------------ records
 

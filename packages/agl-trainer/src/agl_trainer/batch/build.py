@@ -140,7 +140,8 @@ def check_credit(algorithm: Algorithm, config: TrainConfig) -> None:
     """Refuse settings that cannot work together, before a model is loaded.
 
     Raises:
-        ConfigError: a discount gives the calls of a rollout different credits, and nothing compares single calls.
+        ConfigError: a discount gives the calls of a rollout different credits, and nothing compares single calls; or a
+            group of one, which the algorithm compares with nobody.
         PluginError: a signal that no plugin knows.
     """
     per_call = "values" in needs(algorithm) or baseline_and_weight(config.baseline)[0] in PER_CALL
@@ -149,6 +150,14 @@ def check_credit(algorithm: Algorithm, config: TrainConfig) -> None:
             f"discount={config.discount:g} gives the calls of a rollout credits of their own, but "
             f"baseline={config.baseline!r} compares whole rollouts; use baseline='turn' or 'state', or an algorithm "
             "with a critic"
+        )
+    alone = config.steps > 0 and config.group_size == 1 and not per_call
+    own_groups = len(plugins.manager().hook.agl_group_key.get_hookimpls()) > 1  # a plugin's may span several tasks
+    if alone and not own_groups and algorithm.advantages([1.0], ["a group"]) == [0.0]:
+        name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
+        raise ConfigError(
+            f"group_size=1: {name!r} compares rollouts of the same task, and one has nobody to be compared with, so "
+            "nothing would be learned; use group_size=8, or algorithm='reinforce_pp' or 'ppo', which need no group"
         )
     whole = "kl" in needs(algorithm) and not hasattr(algorithm, "token_advantages")
     if whole and baseline_and_weight(config.baseline)[0] in PER_CALL:
