@@ -7,13 +7,11 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from agl_trainer.services import ServerProcess
 
 Run = Callable[..., Path]
 
@@ -23,28 +21,15 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
     "warm-up": ({"steps": 2, "epochs": 2, "checkpoint_every": 2}, True),
     "critic": ({"steps": 2, "algorithm": "ppo", "checkpoint_every": 0}, False),
 }
-OWN_SERVER = ("warm-up", "critic")
-"""Kinds of runs whose server dies with them; the others share one that goes on, and need not wait for its start."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that outlives every run."""
-    server = ServerProcess(tmp_path_factory.mktemp("server"))
-    server.start()
-    yield server
-    server.stop()
-
-
-def run(server: ServerProcess, model: Path, output: Path, kind: str, *fates: dict[str, int]) -> Path:
+def run(model: Path, output: Path, kind: str, *fates: dict[str, int]) -> Path:
     """Live, die at each of the fates, resume, and end; returns the run's folder."""
     settings, warm = KINDS[kind]
-    if kind not in OWN_SERVER:
-        settings = {**settings, "server_url": server.url}
     order = {"model": str(model), "output": str(output), "settings": settings, "warm": warm, "fates": fates}
     output.mkdir(parents=True)
     script = Path(__file__).with_name("lives.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "AGL_KEY": server.key}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script), json.dumps(order)], env=environment, capture_output=True, text=True, timeout=500
     )
@@ -66,26 +51,23 @@ def weights(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def rollouts(folder: Path, home: Path) -> dict[str, int]:
-    """Of every rollout of a run, how many attempts ended well."""
-    own = folder / "server"
-    with sqlite3.connect((own if own.exists() else home) / "store.sqlite") as store:
+def rollouts(folder: Path) -> dict[str, int]:
+    """Of every rollout, how many attempts ended well."""
+    with sqlite3.connect(folder / "server" / "store.sqlite") as store:
         rows = store.execute(
             "SELECT r.id, sum(a.outcome = 'ok') FROM rollouts r JOIN attempts a ON a.rollout = r.id GROUP BY r.id"
         )
-        found = dict(rows.fetchall())
-    prefix = "" if own.exists() else f"{folder.name}."
-    return {name.removeprefix(prefix): count for name, count in found.items() if name.startswith(prefix)}
+        return dict(rows.fetchall())
 
 
 @pytest.fixture(scope="module")
-def whole(server: ServerProcess, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The run of a kind that was never killed."""
     kept: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
         if kind not in kept:
-            kept[kind] = run(server, model_folder, tmp_path_factory.mktemp("whole") / "runs", kind)
+            kept[kind] = run(model_folder, tmp_path_factory.mktemp("whole") / "runs", kind)
         return kept[kind]
 
     return make
@@ -127,16 +109,11 @@ FATES: list[tuple[str, list[dict[str, int]]]] = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "fates"), FATES, ids=[kind for kind, _ in FATES])
 def test_a_run_killed_at_any_moment_ends_as_if_it_never_was(
-    whole: Callable[[str], Path],
-    server: ServerProcess,
-    model_folder: Path,
-    tmp_path: Path,
-    kind: str,
-    fates: list[dict[str, int]],
+    whole: Callable[[str], Path], model_folder: Path, tmp_path: Path, kind: str, fates: list[dict[str, int]]
 ):
-    expected, folder = whole(kind), run(server, model_folder, tmp_path / "runs", kind, *fates)
+    expected, folder = whole(kind), run(model_folder, tmp_path / "runs", kind, *fates)
     assert lines(folder) == lines(expected)
     assert weights(folder) == weights(expected)
-    counts = rollouts(folder, server.home)
-    assert counts and counts.keys() == rollouts(expected, server.home).keys(), "no task was lost or added"
+    counts = rollouts(folder)
+    assert counts.keys() == rollouts(expected).keys(), "no task was lost or added"
     assert set(counts.values()) == {1}, "no finished rollout was run again"
