@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from agl import plugins
 from agl.testing import ModelServer, ScriptedEngine, tool_call
 from agl.testing.contract import Lightning, Played, play
 
@@ -33,6 +34,7 @@ def test_the_program_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, lightni
 
             played.extend(asyncio.run(play(agent, lightning, server, optimize=self.optimize)))
 
+    plugins.manager()  # the plugins of the real trainer are loaded before the stand-in takes its name
     stand_in = ModuleType("agl_trainer")
     stand_in.Trainer = Trainer  # pyright: ignore
     monkeypatch.setitem(sys.modules, "agl_trainer", stand_in)
