@@ -83,7 +83,7 @@ def metadata(wheels: Path, name: str) -> str:
     """METADATA of a distribution's wheel."""
     (wheel,) = wheels.glob(f"{name.replace('-', '_')}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        (member,) = [entry for entry in archive.namelist() if entry.endswith(".dist-info/METADATA")]
+        (member,) = [entry for entry in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", entry)]
         return archive.read(member).decode()
 
 

@@ -12,7 +12,6 @@ import typer
 
 from agl.errors import ConfigError
 from agl.plugins import nearest
-from agl.runner import load_agent
 
 FILE_KEYS = ("agent", "tasks", "eval_tasks", "warmup")
 PATH_KEYS = ("model", "output_dir")
@@ -147,6 +146,8 @@ def _function(path: str, folder: Path) -> Any:
     where, _, name = path.rpartition(":")
     if where.endswith(".py"):
         where = str(folder / where)
+    from agl.runner import load_agent
+
     return load_agent(f"{where}:{name}")
 
 

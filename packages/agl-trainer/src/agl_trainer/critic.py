@@ -15,6 +15,9 @@ from agl.protocols import Algorithm
 class Critic(nn.Module):
     """A value head in at least float32, on the policy's trunk or one of its own. At first it expects 0 everywhere."""
 
+    steps: torch.Tensor
+    """Training steps it has learned in; kept with its weights, so that a warm-up is not repeated after a resume."""
+
     def __init__(self, hidden: int, trunk: nn.Module | None = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.trunk = trunk
@@ -23,7 +26,6 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        """Training steps it has learned in; kept with its weights, so that a warm-up is not repeated after a resume."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """``[N, H]`` last states to ``[N]`` values, whatever precision the trunk computes in."""

@@ -133,6 +133,7 @@ class _Walk(torch.autograd.Function):
                 if of_spread is None:
                     flow = logprobs.exp_().mul_(-scaled[:, None])
                 else:
+                    assert spread is not None
                     factor = (logprobs + spread[:, None]).mul_(of_spread[:, None]).add_(slope[:, None])
                     flow = logprobs.exp_().mul_(factor).div_(-walk.temperatures[:, None])
                 flow.scatter_add_(1, place[:, None], torch.where(inside, scaled, 0.0)[:, None])

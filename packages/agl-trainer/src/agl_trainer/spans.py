@@ -162,9 +162,9 @@ class _ByRuns(torch.autograd.Function):
 
         for run in ctx.work.runs:
             q, k, v = part(lambda x, run=run: _cut(x, *run), lambda x, run=run: _cut(x, *run), True)
-            _place(of_query, *run, q)
-            _place(of_key, *run, k.sum(1, keepdim=True))
-            _place(of_value, *run, v.sum(1, keepdim=True))
+            _place(of_query, *run, part=q)
+            _place(of_key, *run, part=k.sum(1, keepdim=True))
+            _place(of_value, *run, part=v.sum(1, keepdim=True))
         for a, b, c, d in ctx.work.links:
             q, k, v = part(lambda x, a=a, b=b: x[:, :, a:b], lambda x, c=c, d=d: x[:, :, c:d], False)
             of_query[:, :, a:b] += q

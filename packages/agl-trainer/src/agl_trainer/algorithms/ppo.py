@@ -62,7 +62,7 @@ class PPO(PolicyGradient):
     @property
     def needs(self) -> frozenset[Need]:
         """What the model must be asked for."""
-        return super().needs | {"values"}
+        return super().needs | frozenset[Need](("values",))
 
     def advantages(self, values: Sequence[float], groups: Sequence[str]) -> list[float]:
         """The rewards themselves: the critic is the baseline, and comes in with `token_advantages`."""

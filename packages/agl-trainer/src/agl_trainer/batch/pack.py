@@ -156,11 +156,15 @@ def collate(lines: Iterable[Sequence[Laid]]) -> MicroBatch:
         position_ids[line, end:] = len(path) + padding - end
         ends[line, path] = ends[line, end:] = width - 1
     return MicroBatch(
-        *(torch.from_numpy(x) for x in (token_ids, position_ids, ends)),
-        torch.tensor(sources),
-        torch.tensor(targets),
-        torch.tensor(temperatures, dtype=torch.float64),
-        torch.tensor(calls),
-        torch.tensor(index),
-        *(torch.tensor(x, dtype=torch.float64) for x in (logprobs, advantages, weights)),
+        token_ids=torch.from_numpy(token_ids),
+        position_ids=torch.from_numpy(position_ids),
+        ends=torch.from_numpy(ends),
+        sources=torch.tensor(sources),
+        targets=torch.tensor(targets),
+        temperatures=torch.tensor(temperatures, dtype=torch.float64),
+        calls=torch.tensor(calls),
+        index=torch.tensor(index),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        weights=torch.tensor(weights, dtype=torch.float64),
     )
