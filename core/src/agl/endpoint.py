@@ -144,6 +144,7 @@ class ChatCompletions:
         self._engine = engine
         self._model = model
         self._token_texts: dict[int, str] = {}
+        self._extends = hasattr(engine, "extend")
         self._chats = Continuations()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -218,8 +219,11 @@ class ChatCompletions:
         self, rollout: str | None, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[list[int], Context, Chat | None]:
         """The prompt's tokens: sampled ones where the chat goes on from an answer, rendered ones for the rest."""
-        chat, context = (None, "rendered") if rollout is None else self._chats.find(rollout, messages, tools)
-        if chat is not None and hasattr(self._engine, "extend"):
+        chat: Chat | None = None
+        context: Context = "rendered"
+        if self._extends and rollout is not None:
+            chat, context = self._chats.find(rollout, messages, tools)
+        if chat is not None:
             engine = cast("Extender", self._engine)
             try:
                 return engine.extend(chat.tokens(), chat.place, messages, tools), "extended", chat
@@ -305,7 +309,7 @@ class ChatCompletions:
         return choice
 
     def _keep(self, job: Job, answer: Answer, message: Mapping[str, Any]) -> None:
-        if job.rollout is not None:
+        if self._extends and job.rollout is not None:
             tokens = [*job.prompt_ids, *answer.ids]
             self._chats.keep(job.rollout, job.messages, job.tools, message, tokens, job.before)
 
