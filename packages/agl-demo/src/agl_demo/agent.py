@@ -84,16 +84,11 @@ def build_graph(llm: LLM, database: Path) -> Any:
     return graph.compile()
 
 
-class SqlAgent:
-    """``agent(task, llm) -> reward`` over one database."""
+async def answer(task: dict[str, Any], llm: LLM) -> float:
+    """The agent: 1 when its final query returns what the right one returns from ``task["database"]``, else 0."""
+    from agl_langchain import AglCallbackHandler
 
-    def __init__(self, database: Path) -> None:
-        self.database = database
-
-    async def __call__(self, task: dict[str, Any], llm: LLM) -> float:
-        """1 when the final query returns what the right one returns, else 0."""
-        from agl_langchain import AglCallbackHandler
-
-        graph = build_graph(llm, self.database)
-        out = await graph.ainvoke({"question": task["question"]}, config={"callbacks": [AglCallbackHandler()]})
-        return float(matches(self.database, out["query"], task["query"]))
+    database = Path(task["database"])
+    graph = build_graph(llm, database)
+    out = await graph.ainvoke({"question": task["question"]}, config={"callbacks": [AglCallbackHandler()]})
+    return float(matches(database, out["query"], task["query"]))

@@ -42,15 +42,16 @@ def demo(
 
 def build(tiny: bool, seed: int, output_dir: Path) -> Trainer:
     """The trainer of the demo."""
-    from agl_demo.agent import SqlAgent
+    from agl_demo.agent import answer
     from agl_demo.teacher import Teacher
     from agl_demo.world import build_database, split
     from agl_trainer import Trainer, Warmup
 
-    tasks, held_out = split(HELD_OUT, SPLIT_SEED)
+    database = str(build_database(output_dir / "shop.sqlite").resolve())
+    tasks, held_out = ([{**task, "database": database} for task in part] for part in split(HELD_OUT, SPLIT_SEED))
     warmup, settings = tiny_settings() if tiny else small_settings()
     return Trainer(
-        SqlAgent(build_database(output_dir / "shop.sqlite")),
+        answer,
         tasks,
         eval_tasks=held_out,
         optimize=["writer", "rewriter"],
@@ -59,6 +60,7 @@ def build(tiny: bool, seed: int, output_dir: Path) -> Trainer:
         output_dir=str(output_dir),
         max_length=512,
         slots=64,
+        workers=1,  # agents have an interpreter, and so a core, of their own
         **settings,
     )
 
